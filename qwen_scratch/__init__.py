@@ -1,0 +1,44 @@
+"""Qwen2.5 and Qwen3 from scratch in plain PyTorch. The README shows the way in; the model is in model.py.
+
+Names are imported when they are first used: the commands answer `--help` and wrong options without waiting for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qwen_scratch.cache import KVCache
+    from qwen_scratch.completion import Completion, Event, Stream, complete, stream
+    from qwen_scratch.config import QwenConfig
+    from qwen_scratch.loading import load, load_model
+    from qwen_scratch.model import Qwen
+    from qwen_scratch.sampling import SamplingParams
+    from qwen_scratch.text import Tokenizer
+
+__all__ = [
+    "Completion", "Event", "InputError", "KVCache", "Qwen", "QwenConfig", "SamplingParams", "Stream", "Tokenizer",
+    "complete", "load", "load_model", "stream",
+]  # fmt: skip
+
+_ROOMS = {
+    "cache": ["KVCache"],
+    "completion": ["Completion", "Event", "Stream", "complete", "stream"],
+    "config": ["QwenConfig"],
+    "loading": ["load", "load_model"],
+    "model": ["Qwen"],
+    "sampling": ["SamplingParams"],
+    "text": ["Tokenizer"],
+}
+
+
+class InputError(ValueError):
+    """What the caller gave is wrong; the message is one or two lines that name it and the remedy."""
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            value = getattr(import_module(f"qwen_scratch.{room}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'qwen_scratch' has no attribute {name!r}")

@@ -1,0 +1,298 @@
+"""What the commands share: options, one-line errors, exit codes, printing. torch is imported only once options are read."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qwen_scratch import InputError
+
+if TYPE_CHECKING:
+    from qwen_scratch.completion import Completion, Stream
+    from qwen_scratch.model import Qwen
+    from qwen_scratch.sampling import SamplingParams
+    from qwen_scratch.text import Tokenizer
+
+ANSWERED, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit codes
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def run_command(name: str, main: Callable[[list[str]], int]) -> int:
+    """Run a command's main: every expected failure becomes one line on stderr and an exit code, without a traceback."""
+    try:
+        # Consoles that cannot show a character get a substitute instead of an exception in mid-answer.
+        for pipe in (sys.stdout, sys.stderr):
+            pipe.reconfigure(errors="replace")  # type: ignore[union-attr]
+        return main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return ANSWERED
+    except InputError as error:  # any other ValueError is a fault of ours, and its traceback wanted
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except (RuntimeError, MemoryError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"{name}: failed: {lines[0]}", file=sys.stderr)
+        return FAILED
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="REF", help="a checkpoint folder, as a hub snapshot has it")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, mps; default: the best that is there")
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        help="float32, bfloat16, float16; default: the checkpoint's, or float32 where the CPU lacks bfloat16",
+    )
+    group.add_argument(
+        "--exact", action="store_true", help="the path that equals the reference bit for bit (so far the only one)"
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    group.add_argument(
+        "--max-context", type=int, metavar="N", help="fewer positions than the model has, to bound the cache"
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (what is not given comes from generation_config.json, else greedy)")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 512")
+    group.add_argument(
+        "--greedy",
+        action="store_true",
+        help="always the most likely token; Qwen3's thinking tends to go round in circles with it",
+    )
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy, below 1 sharper, above 1 flatter")
+    group.add_argument("--top-k", type=int, metavar="N", help="only the N most likely tokens; 0: all")
+    group.add_argument(
+        "--top-p", type=float, metavar="X", help="only the likeliest tokens that make up this probability"
+    )
+    group.add_argument("--min-p", type=float, metavar="X", help="only tokens at least this share as likely as the best")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1 weakens tokens already in the text"
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtracted from tokens already in the answer"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="repeat a run; default: a fresh one, which is reported")
+    group.add_argument(
+        "--stop-token-id", type=int, metavar="N", action="append", default=[], help="stop here too; repeatable"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="run on past the model's own stop ids")
+
+
+def sampling_params(args: argparse.Namespace) -> "SamplingParams":
+    from qwen_scratch.sampling import SamplingParams
+
+    if args.greedy:
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if getattr(args, name) is not None:
+                raise InputError(f"--greedy and --{name.replace('_', '-')} contradict each other; give one")
+        args.temperature = 0.0
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        seed=args.seed,
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer]":
+    """Load what --model names, with a progress bar where somebody watches."""
+    import torch
+
+    from qwen_scratch.loading import load
+
+    if args.model is None:
+        raise InputError("no model given; name a checkpoint folder with --model (the README tells where to get one)")
+    if args.threads is not None:
+        if args.threads < 1:
+            raise InputError(f"--threads must be at least 1, not {args.threads}")
+        torch.set_num_threads(args.threads)
+    return load(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        exact=args.exact,
+        progress=sys.stderr.isatty() and not args.quiet,
+    )
+
+
+def read_prompt(args: argparse.Namespace) -> Any:
+    """The one prompt that the options give: text, or a list of messages."""
+    given = [args.prompt is not None, args.prompt_file is not None, args.messages is not None]
+    if sum(given) != 1:
+        raise InputError(
+            f"give {'one prompt only' if any(given) else 'a prompt'}: as text, as - for standard input, "
+            "with --prompt-file or with --messages"
+        )
+    if args.messages is not None:
+        data = read_file(args.messages)
+        try:
+            messages = json.loads(data)
+        except ValueError as error:
+            raise InputError(f"{args.messages} is not JSON: {error}") from None
+        if isinstance(messages, dict):
+            messages = messages.get("messages")
+        if not isinstance(messages, list) or not messages or any(isinstance(turn, int) for turn in messages):
+            raise InputError(f"{args.messages} must hold a list of messages, each with role and content")
+        return messages
+    if args.prompt is not None and args.prompt != "-":
+        return args.prompt
+    text = (
+        read_file(args.prompt_file)
+        if args.prompt_file is not None
+        else decoded(sys.stdin.buffer.read(), "standard input")
+    )
+    return text if args.raw else text.removesuffix("\n")  # a text file ends in a line break that is nobody's question
+
+
+def read_file(path: str) -> str:
+    try:
+        return decoded(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from None
+
+
+def print_stream(running: "Stream", quiet: bool) -> int:
+    """The answer goes to stdout as it comes, thinking to stderr, dimmed on a terminal. Returns the exit code."""
+    dim, plain = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
+    last = "answer"
+
+    def show(kind: str, text: str) -> None:
+        nonlocal last
+        if kind != last and not quiet and last == "thinking":
+            print(file=sys.stderr, flush=True)
+        last = kind
+        if kind == "answer":
+            print(text, end="", flush=True)
+        elif text and not quiet:
+            print(f"{dim}{text}{plain}", end="", file=sys.stderr, flush=True)
+
+    try:
+        for event in running:
+            show(event.kind, event.text)
+        code = ANSWERED
+    except KeyboardInterrupt:
+        for event in running.interrupt():
+            show(event.kind, event.text)
+        code = INTERRUPTED
+    if last == "thinking" and not quiet:
+        print(file=sys.stderr)
+    print(flush=True)
+    return code
+
+
+def drain(running: "Stream") -> int:
+    """Read a stream to its end without printing."""
+    try:
+        for _ in running:
+            pass
+        return ANSWERED
+    except KeyboardInterrupt:
+        running.interrupt()
+        return INTERRUPTED
+
+
+def model_line(ref: str, model: "Qwen", result: "Completion") -> str:
+    weights = model.config.num_parameters * model.dtype.itemsize
+    return (
+        f"{ref}: {model.config.model_type}, {model.config.num_parameters:,} parameters, "
+        f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB, "
+        f"KV cache {mib(result.kv_cache_bytes)} MiB"
+    )
+
+
+def sampling_line(result: "Completion") -> str:
+    values = {name: value for name, value in result.sampling.items() if value is not None}
+    return "sampling: " + ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def speed_line(result: "Completion") -> str:
+    speed = result.decode_tokens_per_s
+    return (
+        f"{len(result.prompt_ids)} prompt tokens, first token after {result.ttft_s:.2f} s, "
+        f"{len(result.token_ids)} new tokens"
+        + (f" at {speed:.1f} tokens/s" if speed else "")
+        + f", stopped by {result.stop_reason}"
+    )
+
+
+def result_json(
+    ref: str, prompt: Any, model: "Qwen", tokenizer: "Tokenizer", result: "Completion", load_s: float
+) -> str:
+    """The machine-readable result, one JSON object."""
+    from qwen_scratch.text import parse_tool_calls
+
+    return json.dumps(
+        {
+            "model": ref,
+            "revision": None,  # a folder has none
+            "device": str(model.device),
+            "dtype": dtype_name(model),
+            "prompt": prompt,
+            "rendered_prompt": result.rendered_prompt,
+            "input_ids": result.prompt_ids,
+            "prompt_tokens": len(result.prompt_ids),
+            "generated_token_ids": result.token_ids,
+            "generated_tokens": len(result.token_ids),
+            "generated_text": result.text,
+            "thinking_text": result.thinking,
+            "tool_calls": parse_tool_calls(result.text),
+            "stop_reason": result.stop_reason,
+            "eos_token_ids": result.eos_token_ids,
+            "sampling": result.sampling,
+            "first_token_top": [
+                {"token_id": i, "text": tokenizer.decode([i]), "logit": logit, "prob": prob}
+                for i, logit, prob in result.request.first_top
+            ],
+            "notices": result.notices,
+            "load_s": load_s,
+            "ttft_s": result.ttft_s,
+            "decode_tokens_per_s": result.decode_tokens_per_s,
+            "kv_cache_mib": result.kv_cache_bytes / 2**20,
+            "peak_memory_mib": peak_memory_mib(model),
+        },
+        ensure_ascii=False,
+    )
+
+
+def peak_memory_mib(model: "Qwen") -> float | None:
+    """The most memory this process held: the GPU's allocator there, else resident pages; None where unknown."""
+    import torch
+
+    if model.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(model.device) / 2**20
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB elsewhere
+
+
+def dtype_name(model: "Qwen") -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"

@@ -1,0 +1,219 @@
+"""A prompt → text, streamed or whole. What most programs that use this package need."""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from qwen_scratch import InputError
+from qwen_scratch.engine import Request, check_ids, run
+from qwen_scratch.model import Qwen
+from qwen_scratch.sampling import Sampler, SamplingParams
+from qwen_scratch.text import Message, ThinkingSplitter, Tokenizer
+
+Prompt = str | list[Message] | list[int]
+
+
+class Event(NamedTuple):
+    """What one new token adds; `text` is empty while the bytes of a character are not complete."""
+
+    kind: str  # "thinking" | "answer"
+    text: str
+    token_id: int
+
+
+@dataclass
+class Completion:
+    """The result, which grows while its stream is read."""
+
+    rendered_prompt: str | None  # the prompt as text, after the chat template; None where it was given as ids
+    eos_token_ids: list[int]
+    sampling: dict[str, Any]  # the values in use, the seed included
+    kv_cache_bytes: int
+    request: Request
+    text: str = ""  # the answer, without thinking and special tokens
+    thinking: str = ""
+    notices: list[str] = field(default_factory=list)  # what was done otherwise than asked, for people to read
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.request.prompt_ids
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New token ids, with the stop id where there was one."""
+        return self.request.token_ids
+
+    @property
+    def stop_reason(self) -> str | None:
+        """ "eos", "stop", "length" or "interrupted"; None while running."""
+        return self.request.stop_reason
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the start of prefill until the first token is known."""
+        return self.request.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Speed of all tokens after the first, which belongs to prefill; None where there is only one."""
+        later = len(self.token_ids) - 1
+        return later / self.request.decode_s if later > 0 and self.request.decode_s > 0 else None
+
+
+class Stream:
+    """Iterate for events; `result` is complete once the iteration has ended."""
+
+    def __init__(self, model: Qwen, tokenizer: Tokenizer | None, result: Completion) -> None:
+        self.result = result
+        self._splitter = ThinkingSplitter(tokenizer, result.prompt_ids) if tokenizer else None
+        self._events = self._run(model)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def interrupt(self) -> list[Event]:
+        """End here and keep what there is: the events of text that was still held back."""
+        self._events.close()
+        request = self.result.request
+        if request.stop_reason is not None:
+            return []
+        request.stop_reason = "interrupted"
+        pieces = self._splitter.finish() if self._splitter else []
+        return self._record(pieces, request.token_ids[-1] if request.token_ids else -1)
+
+    def _run(self, model: Qwen) -> Generator[Event, None, None]:
+        for request, token_id in run(model, [self.result.request]):
+            pieces: list[tuple[str, str]] = []
+            kind = "answer"
+            if self._splitter is not None:
+                if request.stop_reason not in ("eos", "stop"):  # a stop id is part of the ids, not of the text
+                    pieces = self._splitter.push(token_id)
+                if request.stop_reason is not None:
+                    pieces += self._splitter.finish()
+                kind = self._splitter.kind
+            yield from self._record(pieces or [(kind, "")], token_id)
+
+    def _record(self, pieces: list[tuple[str, str]], token_id: int) -> list[Event]:
+        for kind, text in pieces:
+            if kind == "thinking":
+                self.result.thinking += text
+            else:
+                self.result.text += text
+        return [Event(kind, text, token_id) for kind, text in pieces]
+
+
+def stream(
+    model: Qwen,
+    tokenizer: Tokenizer | None,
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    raw: bool = False,
+    system: str | None = None,
+    thinking: bool | None = None,
+    max_context: int | None = None,
+) -> Stream:
+    """Generate, and yield each token's text as soon as it is known.
+
+    Args:
+        tokenizer: None is enough where the prompt is ids; the result then has no text.
+        prompt: text (a user turn where the checkpoint has a chat template), messages, or token ids as they are.
+        raw: take text as it is, template or not.
+        system: a system turn in front; None: whatever the template does without one; "": an empty one.
+        thinking: the template's switch; None: its default.
+        max_context: fewer positions than the model has, to bound the cache.
+
+    Raises:
+        InputError: nothing to generate from, or more than the context holds. Before any work is done.
+    """
+    params = params or SamplingParams()
+    sampler = Sampler(params, model.generation_config)
+    rendered, ids = encode_prompt(tokenizer, prompt, raw, system, thinking)
+    check_ids(ids, model.config.vocab_size)
+    context = context_limit(model, max_context)
+    if len(ids) >= context:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens, which leaves no room for an answer in a context of {context} "
+            f"({len(ids)} {'>' if len(ids) > context else '='} {context}); shorten it"
+        )
+    new = min(sampler.max_new_tokens, context - len(ids))
+    eos = eos_ids(model)
+    request = Request(
+        prompt_ids=ids,
+        sampler=sampler,
+        max_new_tokens=new,
+        eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
+        stop_ids=frozenset(params.stop_token_ids),
+    )
+    result = Completion(
+        rendered_prompt=rendered,
+        eos_token_ids=eos,
+        sampling=sampler.values(),
+        kv_cache_bytes=(len(ids) + new) * model.config.kv_bytes_per_token(model.dtype),
+        request=request,
+    )
+    if new < sampler.max_new_tokens:
+        result.notices.append(
+            f"at most {new} new tokens instead of {sampler.max_new_tokens}: "
+            f"the prompt takes {len(ids)} of the context's {context}"
+        )
+    return Stream(model, tokenizer, result)
+
+
+def complete(
+    model: Qwen, tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+) -> Completion:
+    """As `stream`, with the same options, but return only the finished result."""
+    running = stream(model, tokenizer, prompt, params, **options)
+    for _ in running:
+        pass
+    return running.result
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, thinking: bool | None
+) -> tuple[str | None, list[int]]:
+    """Any kind of prompt → its text (None where it came as ids) and its ids."""
+    if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
+        return None, list(prompt)  # type: ignore[arg-type]  # checked one by one above
+    if tokenizer is None:
+        raise InputError("without a tokenizer the prompt must be a list of token ids")
+    if isinstance(prompt, str):
+        if raw or (tokenizer.template is None and system is None and thinking is None):
+            if system is not None or thinking is not None:
+                raise InputError("a system text and the thinking switch need the chat template, which raw leaves out")
+            return prompt, tokenizer.encode(prompt)
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+    else:
+        messages = prompt  # type: ignore[assignment]  # a list that is not of ids
+        if raw:
+            raise InputError("messages need the chat template, which raw leaves out")
+    if system is not None:
+        if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+            raise InputError("the messages already begin with a system turn; give only one")
+        messages = [{"role": "system", "content": system}, *messages]
+    rendered = tokenizer.render(messages, thinking)
+    return rendered, tokenizer.encode(rendered)
+
+
+def context_limit(model: Qwen, max_context: int | None) -> int:
+    limit = model.config.context_length
+    if max_context is None:
+        return limit
+    if not 1 <= max_context <= limit:
+        raise InputError(f"the context can be limited to 1 to {limit} tokens for this model, not {max_context}")
+    return max_context
+
+
+def eos_ids(model: Qwen) -> list[int]:
+    """The ids that end an answer: generation_config.json's, one or several, or else config.json's."""
+    ids = model.generation_config.get("eos_token_id")
+    if ids is None:
+        ids = list(model.config.eos_token_ids)
+    ids = [ids] if isinstance(ids, int) else ids
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise InputError(f"generation_config.json: eos_token_id must be an id or a list of ids, not {ids!r}")
+    return ids

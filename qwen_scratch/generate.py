@@ -1,0 +1,80 @@
+"""Answer one prompt: `python -m qwen_scratch.generate "..." --model FOLDER`."""
+
+import argparse
+import sys
+from time import perf_counter
+
+from qwen_scratch import cli
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m qwen_scratch.generate",
+        description="Answer a prompt. The answer goes to stdout; thinking, model and speeds go to stderr.",
+        epilog="Exit codes: 0 answered, 1 the run failed, 2 wrong input or options, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="a user turn where the checkpoint has a chat template; - reads stdin",
+    )
+    parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
+    parser.add_argument("--messages", metavar="FILE.json", help="a whole conversation: a list of {role, content}")
+    parser.add_argument(
+        "--system", metavar="TEXT", help='system turn; "" is an empty one, left out is the template\'s own'
+    )
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    thinking = parser.add_mutually_exclusive_group()
+    thinking.add_argument(
+        "--thinking", action="store_true", default=None, help="the template's switch, for models that have one"
+    )
+    thinking.add_argument(
+        "--no-thinking", action="store_false", dest="thinking", help="have the template close thinking at once"
+    )
+    cli.add_model_options(parser)
+    cli.add_sampling_options(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object instead of the stream")
+    output.add_argument("--quiet", action="store_true", help="nothing but the answer and errors")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = build_parser().parse_args(argv)
+    prompt = cli.read_prompt(args)
+    params = cli.sampling_params(args)
+
+    start = perf_counter()
+    model, tokenizer = cli.load_from_options(args)
+    load_s = perf_counter() - start
+
+    from qwen_scratch.completion import stream
+
+    if not args.raw:
+        tokenizer.require_template()  # where there is none, a command must not guess what was meant
+    running = stream(
+        model,
+        tokenizer,
+        prompt,
+        params,
+        raw=args.raw,
+        system=args.system,
+        thinking=args.thinking,
+        max_context=args.max_context,
+    )
+    result = running.result
+    if not args.quiet:
+        for line in (cli.model_line(args.model, model, result), cli.sampling_line(result), *result.notices):
+            print(line, file=sys.stderr)
+    code = cli.drain(running) if args.json else cli.print_stream(running, args.quiet)
+    if args.json:
+        print(cli.result_json(args.model, prompt, model, tokenizer, result, load_s))
+    if not args.quiet:
+        print(cli.speed_line(result), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_command("generate", main))

@@ -1,0 +1,98 @@
+"""A checkpoint → a model that is ready to run, and its tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from qwen_scratch import InputError
+from qwen_scratch.checkpoint import load_weights, open_checkpoint
+from qwen_scratch.config import read_dtype
+from qwen_scratch.model import Qwen
+from qwen_scratch.text import Tokenizer
+
+
+def load(
+    ref: str | Path,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
+    exact: bool = False,
+    progress: bool = False,
+) -> tuple[Qwen, Tokenizer]:
+    """Load a checkpoint folder: the model and its tokenizer.
+
+    Args:
+        ref: a folder as a hub snapshot has it.
+        device: "cpu", "cuda", "cuda:1", "mps", or "auto": the best that is there.
+        dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto": see `choose_dtype`.
+        exact: ask for the path that equals the reference bit for bit; so far it is the only one.
+        progress: show a bar on stderr where loading takes more than a second.
+
+    Raises:
+        InputError: the checkpoint, device or dtype cannot be used; the message says why.
+    """
+    model = load_model(ref, device, dtype, exact, progress)
+    return model, Tokenizer(ref)
+
+
+def load_model(
+    ref: str | Path,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
+    exact: bool = False,
+    progress: bool = False,
+) -> Qwen:
+    """As `load`, for a checkpoint that has no tokenizer."""
+    device = choose_device(device)
+    checkpoint = open_checkpoint(ref)
+    dtype = choose_dtype(dtype, checkpoint.dtype, device)
+    with torch.device("meta"), NoInit():  # shapes only: no memory is taken and no random numbers are drawn
+        model = Qwen(checkpoint.config)
+    load_weights(model, checkpoint, device, dtype, progress)
+    model.generation_config = checkpoint.generation_config
+    return model.eval()
+
+
+class NoInit(TorchFunctionMode):
+    """Leave out the random initialisation of modules; on the meta device it does nothing but import half of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def choose_device(name: torch.device | str) -> torch.device:
+    """A device that exists here; "auto" prefers cuda, then mps, then the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"unknown device {str(name)!r}; use cpu, cuda, cuda:N or mps") from None
+    count = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }.get(device.type, 0)
+    if (device.index or 0) >= count:
+        raise InputError(f"device {str(device)!r} is not available: this torch sees {count} of its kind here; try cpu")
+    return device
+
+
+def choose_dtype(name: torch.dtype | str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to run in. "auto" is the checkpoint's own, but float32 for bfloat16 on a CPU that has to emulate it."""
+    if name != "auto":
+        dtype = read_dtype(name)
+        assert dtype is not None  # only None reads as None
+        return dtype
+    if stored == torch.bfloat16 and device.type == "cpu" and not cpu_has_bfloat16():
+        return torch.float32
+    return stored
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself (AVX512-BF16, AMX, or Arm's BF16)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))

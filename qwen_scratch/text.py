@@ -1,0 +1,237 @@
+"""Text ↔ token ids, conversations → prompts, and token ids → readable pieces as they arrive."""
+
+import codecs
+import json
+import re
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from qwen_scratch import InputError
+from qwen_scratch.checkpoint import read_json
+
+Message = dict[str, Any]
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json and chat template. Nothing is ever added in front: Qwen has no start token."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        file = self.folder / "tokenizer.json"
+        if not file.exists():
+            raise InputError(
+                f"{self.folder} has no tokenizer.json; without one only token ids can be used (load_model)"
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            decoder = json.loads(self._tokenizer.to_str())["decoder"]
+        except Exception as error:  # the library raises bare Exceptions
+            raise InputError(f"{file} cannot be read: {error}") from None
+        if (decoder or {}).get("type") != "ByteLevel":
+            raise InputError(f"{file} is not a byte-level tokenizer, as every Qwen has one; its decoder is {decoder}")
+        self._tokenizer.no_truncation()  # some files carry training-time limits
+        self._tokenizer.no_padding()
+        settings = self.folder / "tokenizer_config.json"
+        self.settings = read_json(settings) if settings.exists() else {}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.template = read_template(self.folder, self.settings)
+
+    def encode(self, text: str) -> list[int]:
+        """Text → ids. Every added token in it (`<|im_end|>`, `<think>`) is matched whole, wherever the text comes from."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none for special tokens and for ids that no token has.
+
+        A token need not be whole characters: most emoji and many Chinese characters take several.
+        """
+        piece = None if token_id in self.special_ids else self._tokenizer.id_to_token(token_id)
+        if piece is None:  # embeddings are padded beyond the tokenizer's last id
+            return b""
+        try:
+            return bytes(BYTE_OF[character] for character in piece)
+        except KeyError:  # an added token is kept as it is written
+            return piece.encode()
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids → text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a whole token as it is written in tokenizer.json, None where there is none."""
+        return self._tokenizer.token_to_id(piece)
+
+    def render(self, messages: list[Message], thinking: bool | None = None) -> str:
+        """A conversation → the prompt text, by the checkpoint's own template.
+
+        Args:
+            messages: turns with `role` and `content`, in order; `content` may be "".
+            thinking: sets the template's `enable_thinking`; None leaves it unset, which is not the same as False.
+
+        Raises:
+            InputError: there is no template, the messages are malformed, or the template refuses them.
+        """
+        self.require_template()
+        check_messages(messages)
+        tokens = {name: text_of(value) for name, value in self.settings.items() if name.endswith("_token") and value}
+        tokens = {name: text for name, text in tokens.items() if text is not None}
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        # The reference drops keys without a value before a template can stumble over them.
+        turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+        try:
+            return self._compiled.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=True, **tokens, **options
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from None
+
+    def require_template(self) -> None:
+        if self.template is None:
+            raise InputError(
+                f"{self.folder} has no chat template (looked at chat_template.jinja and tokenizer_config.json); "
+                "use --raw to continue the text as it is"
+            )
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        assert self.template is not None
+        try:
+            return template_environment().from_string(self.template)
+        except jinja2.TemplateError as error:
+            raise InputError(f"{self.folder}: the chat template does not compile: {error}") from None
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable characters in which byte-level BPE writes the 256 bytes (OpenAI's GPT-2 alphabet).
+
+    Bytes that print as themselves stand for themselves; the others follow from U+0100 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF = byte_alphabet()
+
+
+def read_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja comes before tokenizer_config.json, whose older form is a list of named templates."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as `transformers` sets it up for chat templates: sandboxed, with its whitespace rules and helpers."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes HTML characters
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def text_of(token: Any) -> str | None:
+    """tokenizer_config.json writes a token as a string or as an object around one."""
+    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+
+
+def check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise InputError("messages must be a list of at least one turn")
+    for n, turn in enumerate(messages):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise InputError(f"message {n} must be an object with a role and a content, not {turn!r:.80}")
+
+
+class Utf8Stream:
+    """Bytes of token after token → text, holding back only the bytes of a character that is not complete yet."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, data: bytes) -> str:
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What a cut left incomplete, as one U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class ThinkingSplitter:
+    """Tells thinking from answer by the ids of `<think>` and `</think>`, and decodes both as they stream.
+
+    The tags are dropped, and so are the line breaks that set the thinking off from them and from the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._open = tokenizer.token_id("<think>")
+        self._close = tokenizer.token_id("</think>")
+        tail = prompt_ids[-3:]  # some templates end the prompt with an opened think block and a line break
+        opened = self._open in tail and self._close not in tail[tail.index(self._open) :] if self._open else False
+        self._enter("thinking" if opened else "answer", trim=opened)
+
+    def push(self, token_id: int) -> list[tuple[str, str]]:
+        """A token → pieces of (kind, text), kind "thinking" or "answer"; [] where nothing can be shown yet."""
+        if token_id == self._open and self.kind == "answer":
+            return self._switch("thinking")
+        if token_id == self._close and self.kind == "thinking":
+            return self._switch("answer")
+        return self._emit(self._utf8.push(self._tokenizer.token_bytes(token_id)))
+
+    def finish(self) -> list[tuple[str, str]]:
+        """Call once behind the last token."""
+        return self._emit(self._utf8.finish())
+
+    def _switch(self, kind: str) -> list[tuple[str, str]]:
+        rest = self.finish()
+        self._enter(kind, trim=True)
+        return rest
+
+    def _enter(self, kind: str, trim: bool) -> None:
+        self.kind = kind
+        self._trim = trim  # still at the start of a part whose leading line breaks go
+        self._held = ""  # line breaks that are shown only if more thinking follows
+        self._utf8 = Utf8Stream()
+
+    def _emit(self, text: str) -> list[tuple[str, str]]:
+        if self._trim:
+            text = text.lstrip("\n")
+            self._trim = not text
+        if self.kind == "thinking":
+            text = self._held + text
+            shown = text.rstrip("\n")
+            self._held, text = text[len(shown) :], shown
+        return [(self.kind, text)] if text else []
+
+
+def parse_tool_calls(answer: str) -> list[dict[str, Any]]:
+    """The calls that an answer makes as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; broken ones are left out."""
+    calls = []
+    for body in re.findall(r"<tool_call>(.*?)</tool_call>", answer, re.DOTALL):
+        try:
+            call = json.loads(body)
+        except ValueError:
+            continue
+        if isinstance(call, dict):
+            calls.append(call)
+    return calls
