@@ -4,6 +4,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from qwen_scratch import InputError
 from qwen_scratch.engine import Request, check_ids, run
 from qwen_scratch.model import Qwen
@@ -160,6 +162,8 @@ def stream(
             f"at most {new} new tokens instead of {sampler.max_new_tokens}: "
             f"the prompt takes {len(ids)} of the context's {context}"
         )
+    if model.dtype == torch.float16 and model.device.type == "cpu":
+        result.notices.append("float16 is slow on a CPU, above all for long prompts; try bfloat16 or float32")
     return Stream(model, tokenizer, result)
 
 

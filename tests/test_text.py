@@ -1,0 +1,235 @@
+"""Text in and out, each held against the `tokenizers` library and the reference's template rendering."""
+
+import json
+import random
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from builders import TEMPLATE, TEMPLATE_WITH_DEFAULT_SYSTEM, edit_json, save_tokenizer
+from qwen_scratch import InputError, Tokenizer
+from qwen_scratch.text import ThinkingSplitter, Utf8Stream, parse_tool_calls
+
+HARD_TEXT = "naïve 😀👩‍👩‍👧 漢字 ไทย"
+TEXTS = [
+    "the cat", " ", "\n\n", HARD_TEXT, "1234567", "->(x):\n    return", "a\r\nb\tc", "it's 漢字and ASCII",
+    "cafe\u0301 A\u030a", "<|im_start|>user\nhi.<|im_end|>\n", "<think>\n\n</think>\n\n", "a<tool_call>b", "x" * 5000,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=repr)
+def test_ids_and_text_equal_the_library(tokenizer, library, text):
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=True)
+
+
+def test_nothing_is_added_in_front(tmp_path):
+    """A bos_token in the settings, even one the file's post-processor would add, is not for encoding."""
+    library = save_tokenizer(tmp_path, bos_token="<|endoftext|>", add_bos_token=True)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    bos = library.token_to_id("<|endoftext|>")
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [bos], "tokens": ["<|endoftext|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    for text in ("hi", "<|im_start|>user\nhi<|im_end|>\n"):
+        ids = Tokenizer(tmp_path).encode(text)
+        assert bos not in ids
+        assert ids == library.encode(text, add_special_tokens=False).ids
+
+
+def test_limits_in_the_file_do_not_cut_the_prompt(tmp_path):
+    save_tokenizer(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    data["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    data["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                       "pad_type_id": 0, "pad_token": "!"}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("the cat sat on the mat")) == "the cat sat on the mat"
+    assert len(tokenizer.encode("x")) == 1
+
+
+def test_embedding_rows_without_a_token_decode_to_nothing(tokenizer, library):
+    beyond = library.get_vocab_size() + 5
+    ids = [*tokenizer.encode("the"), beyond, *tokenizer.encode(" cat")]
+    assert tokenizer.decode(ids) == "the cat" == library.decode(ids)
+    splitter = ThinkingSplitter(tokenizer, [])
+    pieces = [text for i in ids for _, text in splitter.push(i)] + [text for _, text in splitter.finish()]
+    assert "".join(pieces) == "the cat"
+
+
+def test_special_tokens_are_dropped_others_kept(tokenizer):
+    ids = tokenizer.encode("<|im_start|>a<tool_call>b</tool_call><|im_end|>")
+    assert tokenizer.decode(ids) == "a<tool_call>b</tool_call>"
+
+
+def stream(tokenizer, ids):
+    utf8 = Utf8Stream()
+    return [utf8.push(tokenizer.token_bytes(i)) for i in ids] + [utf8.finish()]
+
+
+def test_streamed_pieces_join_to_the_whole(tokenizer, library):
+    ids = tokenizer.encode(HARD_TEXT)
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces) == HARD_TEXT
+    assert not any("\ufffd" in piece for piece in pieces)  # no half character is ever shown
+    assert any(piece == "" for piece in pieces)  # and some tokens really end in the middle of one
+
+    chance = random.Random(0)
+    for _ in range(1000):
+        ids = [chance.randrange(library.get_vocab_size() + 10) for _ in range(chance.randrange(1, 40))]
+        pieces = stream(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=True)
+
+
+def test_invalid_bytes_do_not_stall_the_stream(tokenizer):
+    lone = tokenizer.token_id("Ģ")  # byte 0x80, which continues a character that never began
+    pieces = stream(tokenizer, [lone, *tokenizer.encode("the cat sat")])
+    assert pieces[0] == "\ufffd"
+    assert "".join(pieces) == "\ufffdthe cat sat"
+    assert stream(tokenizer, tokenizer.encode("😀")[:-1])[-1] == "\ufffd"  # cut in mid-character: once, at the end
+
+
+def split(tokenizer, text, prompt=""):
+    splitter = ThinkingSplitter(tokenizer, tokenizer.encode(prompt))
+    pieces = [piece for i in tokenizer.encode(text) for piece in splitter.push(i)] + splitter.finish()
+    return tuple("".join(text for kind, text in pieces if kind == wanted) for wanted in ("thinking", "answer"))
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        ("<think>\nthe cat\n\nsat\n</think>\n\nthe mat\n", "the cat\n\nsat", "the mat\n"),
+        ("<think>\n\n</think>\n\nthe mat", "", "the mat"),  # an empty block leaves nothing behind
+        ("the mat", "", "the mat"),
+        ("\n\nthe mat", "", "\n\nthe mat"),  # nothing was thought: nothing is trimmed
+        ("<think>\nthe cat ran", "the cat ran", ""),  # never closed
+        ("the </think> mat", "", "the </think> mat"),  # closes nothing
+        ("<think>😀</think>漢字", "😀", "漢字"),
+    ],
+)
+def test_thinking_is_told_from_the_answer(tokenizer, text, thinking, answer):
+    assert split(tokenizer, text) == (thinking, answer)
+
+
+def test_prompt_that_opens_the_thinking_block(tokenizer):
+    assert split(tokenizer, "the cat\n</think>\n\nmat", "<|im_start|>assistant\n<think>\n") == ("the cat", "mat")
+    assert split(tokenizer, "mat", "<|im_start|>assistant\n<think>\n\n</think>\n\n") == ("", "mat")
+
+
+USER = [{"role": "user", "content": "hi 漢字"}]
+CHAT = [
+    {"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "content": "yes"}, *USER,
+]  # fmt: skip
+
+
+def reference_rendering(folder, template, messages, **options):
+    hf = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+    options = {"add_generation_prompt": True, "chat_template": template} | options
+    return (
+        hf.apply_chat_template(messages, tokenize=False, **options),
+        hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options),
+    )
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE_WITH_DEFAULT_SYSTEM])
+@pytest.mark.parametrize("messages", [USER, CHAT, [{"role": "system", "content": ""}, *USER]])
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_rendering_equals_the_reference(tmp_path, template, messages, thinking):
+    save_tokenizer(tmp_path, template)
+    tokenizer = Tokenizer(tmp_path)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    text, ids = reference_rendering(tmp_path, template, messages, **options)
+    assert tokenizer.render(messages, thinking) == text
+    assert tokenizer.encode(text) == ids
+
+
+def test_thinking_switch(tokenizer):
+    unset, on, off = (tokenizer.render(USER, thinking) for thinking in (None, True, False))
+    assert unset == on
+    assert on.endswith("<|im_start|>assistant\n")
+    assert off == on + "<think>\n\n</think>\n\n"
+
+
+def test_environment_is_set_up_as_the_references(tmp_path):
+    """Trimmed blocks, loop controls, tojson without HTML escapes, special tokens, and a sandbox."""
+    template = """
+    {% for message in messages %}
+        {% if message.role == 'tool' %}{% continue %}{% endif %}
+        {{ message | tojson }} {{ eos_token }}
+    {% endfor %}
+    {{ tools is none }} {{ strftime_now('%Y') | length }}
+    """
+    save_tokenizer(tmp_path, template)
+    messages = [{"role": "user", "content": "<é & 'x'>"}, {"role": "tool", "content": "y", "name": None}]
+    expected, _ = reference_rendering(tmp_path, template, messages)
+    assert Tokenizer(tmp_path).render(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('system turns are not for me') }}", "system turns are not for me"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{% if %}", "does not compile"),
+    ],
+)
+def test_template_errors_are_one_line(tmp_path, template, message):
+    save_tokenizer(tmp_path, template)
+    with pytest.raises(InputError, match=message) as caught:
+        Tokenizer(tmp_path).render(USER)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("messages", [[], "hi", [{"content": "x"}], ["x"], [{"role": 1, "content": "x"}]])
+def test_messages_that_are_none(tokenizer, messages):
+    with pytest.raises(InputError, match="message"):
+        tokenizer.render(messages)
+
+
+def test_where_the_template_is_looked_for(tmp_path):
+    save_tokenizer(tmp_path, "from the settings")
+    assert Tokenizer(tmp_path).template == "from the settings"
+    named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "the default"}]
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=named)
+    assert Tokenizer(tmp_path).template == "the default"
+    (tmp_path / "chat_template.jinja").write_text("from its own file")
+    assert Tokenizer(tmp_path).template == "from its own file"
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
+    assert Tokenizer(tmp_path).template == "from its own file"
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = Tokenizer(tmp_path)
+    with pytest.raises(InputError, match=r"chat_template\.jinja and tokenizer_config\.json.*--raw"):
+        tokenizer.render(USER)
+    assert tokenizer.encode("the cat")
+
+
+def test_tool_calls_are_read_as_json():
+    answer = 'Look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{broken</tool_call>'
+    assert parse_tool_calls(answer) == [{"name": "add", "arguments": {"a": 1}}]
+    assert parse_tool_calls("none") == []
