@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qwen_scratch import InputError
-from qwen_scratch.config import QwenConfig
+from qwen_scratch.config import DTYPES, QwenConfig
 from qwen_scratch.model import Qwen
 
-FLOATS = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Stored(NamedTuple):
@@ -47,7 +47,8 @@ class Checkpoint:
         if self.config.dtype is not None:
             return self.config.dtype
         stored = self.tensors.get("model.embed_tokens.weight")
-        return FLOATS.get(stored[0].dtype, torch.float32) if stored else torch.float32
+        dtype = FLOATS.get(stored[0].dtype, torch.float32) if stored else torch.float32
+        return dtype if dtype in DTYPES.values() else torch.float32
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -151,7 +152,7 @@ def load_weights(
     refuse_misfits(checkpoint.folder, tensors, {names[0]: list(p.shape) for p, names in names_of.items()})
 
     bar = tqdm(total=len(unfilled), desc="loading", unit="tensor", leave=False, delay=1, disable=not progress)
-    for name, tensor in read_tensors(tensors, device):
+    for name, tensor in read_tensors(tensors, device, dtype):
         for alias in unfilled.pop(name):
             owner, _, attribute = alias.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor.to(dtype), requires_grad=False))
@@ -163,17 +164,24 @@ def load_weights(
         raise RuntimeError(f"not loaded: {shortlist(unfilled)}")
 
 
-def read_tensors(tensors: dict[str, list[Stored]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Walk the shards and put each tensor on its device.
+def read_tensors(
+    tensors: dict[str, list[Stored]], device: torch.device, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Walk the shards and put each tensor on its device, in the dtype it is stored in.
 
-    Each tensor gets a mapping of its own: a mapping keeps every page that was touched in memory until the last
-    tensor cut from it is gone, so one mapping for the file would hold the file beside a converted model.
+    A mapping keeps every page that was touched in memory until the last tensor cut from it is gone. Tensors that are
+    used as they lie there share one; one that is about to be copied (to another device, or to `dtype`) gets its own,
+    or the whole file would stay in memory beside the copies.
     """
-    for name, places in tensors.items():
+    opened: Path | None = None
+    shard: Any = None
+    for name, (place, *_) in tensors.items():
         if name.endswith("rotary_emb.inv_freq"):
             continue
-        with safe_open(places[0].file, framework="pt", device=str(device)) as shard:
-            yield name, shard.get_tensor(places[0].key)
+        copied = device.type != "cpu" or dtype not in (None, FLOATS[place.dtype])
+        if opened != place.file or copied:
+            opened, shard = place.file, safe_open(place.file, framework="pt", device=str(device))
+        yield name, shard.get_tensor(place.key)
 
 
 def drop_head_copy(tensors: dict[str, list[Stored]]) -> None:

@@ -21,7 +21,8 @@ TEMPLATE = """\
     {%- endif %}
 {%- endif %}"""
 TEMPLATE_WITH_DEFAULT_SYSTEM = (
-    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}" + TEMPLATE
+    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}"
+    + TEMPLATE
 )
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -29,7 +30,10 @@ NOT_SPECIAL = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CORPUS = ["the cat sat on the mat and the dog ran to the cat " * 20, "naïve 漢字 ไทย 12345 def f(x):\n    return x\n" * 20]
+CORPUS = [
+    "the cat sat on the mat and the dog ran to the cat " * 20,
+    "naïve 漢字 ไทย 12345 def f(x):\n    return x\n" * 20,
+]
 
 
 def tiny_config(family: str, **changes) -> Qwen2Config | Qwen3Config:
@@ -66,7 +70,9 @@ def randomize(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> Pre
     return model
 
 
-def save_tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, seed: int = 0, shard="5GB", **changes) -> Path:
+def save_tiny(
+    folder: Path, family: str, dtype: torch.dtype = torch.float32, seed: int = 0, shard="5GB", **changes
+) -> Path:
     cls = Qwen3ForCausalLM if family == "qwen3" else Qwen2ForCausalLM
     model = randomize(cls(tiny_config(family, **changes)), seed).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard)
@@ -100,7 +106,9 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE, vocab: int = 3
     return tokenizer
 
 
-def save_scripted(folder: Path, after: list[str], template: str | None = TEMPLATE, loop: bool = False, **changes) -> Path:
+def save_scripted(
+    folder: Path, after: list[str], template: str | None = TEMPLATE, loop: bool = False, **changes
+) -> Path:
     """A real checkpoint that says a fixed sequence of distinct tokens: each token's only effect is to call the next.
 
     Its layers add nothing to the residual stream, and the head row of each token in `after` (as tokenizer.json

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
 from builders import save_tiny, save_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +66,13 @@ def generate(tmp_path):
     def run(*args, stdin=b"", env=None, timeout=300):
         command = [sys.executable, "-m", "qwen_scratch.generate", *map(str, args)]
         done = subprocess.run(
-            command, input=stdin, capture_output=True, cwd=tmp_path, env=os.environ | (env or {}), timeout=timeout, check=False
+            command,
+            input=stdin,
+            capture_output=True,
+            cwd=tmp_path,
+            env=os.environ | (env or {}),
+            timeout=timeout,
+            check=False,
         )
         assert b"Traceback" not in done.stderr, done.stderr.decode()
         return done

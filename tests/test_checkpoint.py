@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
+from builders import edit_json, save_tiny, save_tokenizer
+from reference import Reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qwen_scratch.checkpoint
-from builders import edit_json, save_tiny, save_tokenizer
 from qwen_scratch import InputError, load, load_model
 from qwen_scratch.loading import choose_dtype, cpu_has_bfloat16
-from reference import Reference
 
 IDS = torch.tensor([[3, 141, 59, 26, 53]])
 
@@ -294,7 +294,9 @@ def test_pickles_are_never_read(tiny_copy):
     refused(tiny_copy, "no weight files at all")
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"<html></html>"])
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"<html></html>"]
+)
 def test_file_that_is_no_safetensors(tiny_copy, content):
     (tiny_copy / "model.safetensors").write_bytes(content)
     refused(tiny_copy, "model.safetensors", f"({len(content)} bytes)")

@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-
 from builders import edit_json, save_scripted, save_tiny, save_tokenizer
 
 COMMAND = [sys.executable, "-m", "qwen_scratch.generate"]
@@ -26,7 +25,9 @@ def script(tmp_path_factory):
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
     """Goes round a, b, c, a, ... without an end."""
-    return save_scripted(tmp_path_factory.mktemp("cli") / "endless", ["a", "b", "c"], loop=True, max_position_embeddings=100_000)
+    return save_scripted(
+        tmp_path_factory.mktemp("cli") / "endless", ["a", "b", "c"], loop=True, max_position_embeddings=100_000
+    )
 
 
 def failed(done, *words, code=2):
@@ -208,7 +209,9 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_threads_are_set_only_when_asked(script, generate):
-    probe = "import torch; n = torch.get_num_threads(); import qwen_scratch.completion; assert torch.get_num_threads() == n"
+    probe = (
+        "import torch; n = torch.get_num_threads(); import qwen_scratch.completion; assert torch.get_num_threads() == n"
+    )
     subprocess.run([sys.executable, "-c", probe], check=True)
     assert generate("hi", "--model", script, "--threads", 1).returncode == 0
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
-
 from builders import save_tiny, tiny_config
+from reference import Reference
+
 from qwen_scratch import InputError, QwenConfig
 from qwen_scratch.checkpoint import open_checkpoint
-from reference import Reference
 
 QWEN25_05B = {
     "model_type": "qwen2",

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from builders import save_scripted, save_tiny
+from reference import Reference
 
 import qwen_scratch
-from builders import save_scripted, save_tiny
 from qwen_scratch import InputError, KVCache, SamplingParams, engine, load_model
 from qwen_scratch.sampling import Sampler
-from reference import Reference
 
 IDS = [3, 141, 59, 26, 53, 58, 97, 93]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20)
@@ -70,7 +70,9 @@ def test_extra_stop_ids_and_ignored_eos(script):
     model.generation_config = {"eos_token_id": b}
 
     def run(**options):
-        result = qwen_scratch.complete(model, None, [newline], SamplingParams(temperature=0, max_new_tokens=8, **options))
+        result = qwen_scratch.complete(
+            model, None, [newline], SamplingParams(temperature=0, max_new_tokens=8, **options)
+        )
         return len(result.token_ids), result.stop_reason
 
     assert run() == (2, "eos")
@@ -90,7 +92,7 @@ def test_the_last_id_may_be_the_stop_id(script):
 
 @pytest.mark.parametrize("ids", [[], [-1], [3, 320], [10**9]])
 def test_ids_that_cannot_be_looked_up(tiny, ids):
-    with pytest.raises(InputError, match="empty|outside"):
+    with pytest.raises(InputError, match=r"empty|outside"):
         qwen_scratch.complete(load_model(tiny, device="cpu"), None, ids, GREEDY)
 
 

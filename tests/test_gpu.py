@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
+from builders import save_tiny
 
 import qwen_scratch
-from builders import save_tiny
 from qwen_scratch import KVCache, SamplingParams, load_model
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,9 @@ def full_float32():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)], ids=str
+)
 def test_logits_are_near_the_cpus(tiny, dtype, bound):
     """Prompt, warm chunk and single tokens: within `bound` of each row's largest float32 logit."""
     cpu = load_model(tiny, device="cpu", dtype=torch.float32)(IDS)
@@ -40,7 +42,9 @@ def test_logits_are_near_the_cpus(tiny, dtype, bound):
 def test_same_ids_as_the_cpu(tiny):
     params = SamplingParams(temperature=0, max_new_tokens=20)
     ids = IDS[0].tolist()
-    runs = [qwen_scratch.complete(load_model(tiny, device=d, dtype="float32"), None, ids, params) for d in ("cpu", "cuda")]
+    runs = [
+        qwen_scratch.complete(load_model(tiny, device=d, dtype="float32"), None, ids, params) for d in ("cpu", "cuda")
+    ]
     assert runs[0].token_ids == runs[1].token_ids
 
 

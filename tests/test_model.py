@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
-
 from builders import save_tiny
 from conftest import ROOT
+from reference import Reference
+
 from qwen_scratch import KVCache, load_model
 from qwen_scratch.model import attention_mask
-from reference import Reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = torch.tensor([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64]])  # 12 of them
@@ -66,7 +66,9 @@ def test_published_shapes_cut_to_two_layers(shape, options, dtype, tmp_path_fact
     folder = tmp_path_factory.getbasetemp() / f"{shape}-2-layers"
     if not folder.exists():
         script = ROOT / "scripts" / "make_checkpoint.py"
-        subprocess.run([sys.executable, script, shape, folder, "--layers", "2", *options], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, script, shape, folder, "--layers", "2", *options], check=True, capture_output=True
+        )
     if "7b" in shape:
         assert len(list(folder.glob("*.safetensors"))) == 5
     ids = torch.randint(0, 19008, (1, 77), generator=torch.Generator().manual_seed(1))

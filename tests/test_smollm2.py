@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from reference import Reference
 
 import qwen_scratch
 from qwen_scratch import SamplingParams
-from reference import Reference
 
 CODE = """def mean(values):
     total = 0
@@ -92,7 +92,11 @@ def test_streamed_events_join_to_the_result(smollm2):
 def test_template_renders_as_the_reference_does(smollm2):
     from transformers import AutoTokenizer
 
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "é"}]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "é"},
+    ]
     tokenizer = qwen_scratch.Tokenizer(smollm2)
     theirs = AutoTokenizer.from_pretrained(smollm2)
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

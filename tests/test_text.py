@@ -4,9 +4,9 @@ import json
 import random
 
 import pytest
+from builders import TEMPLATE, TEMPLATE_WITH_DEFAULT_SYSTEM, edit_json, save_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from builders import TEMPLATE, TEMPLATE_WITH_DEFAULT_SYSTEM, edit_json, save_tokenizer
 from qwen_scratch import InputError, Tokenizer
 from qwen_scratch.text import ThinkingSplitter, Utf8Stream, parse_tool_calls
 
@@ -230,6 +230,8 @@ def test_where_the_template_is_looked_for(tmp_path):
 
 
 def test_tool_calls_are_read_as_json():
-    answer = 'Look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{broken</tool_call>'
+    answer = (
+        'Look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{broken</tool_call>'
+    )
     assert parse_tool_calls(answer) == [{"name": "add", "arguments": {"a": 1}}]
     assert parse_tool_calls("none") == []
