@@ -57,13 +57,22 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     Raises:
         InputError: no such folder, no or bad config.json, an unsupported model, a missing or broken shard.
     """
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        what = "is a file, not a checkpoint folder" if folder.exists() else "does not exist"
-        raise InputError(f"{folder} {what}; give the folder that holds config.json and the .safetensors files")
+    try:
+        folder = Path(folder).expanduser()
+        found = "a folder" if folder.is_dir() else "a file, not a folder" if folder.exists() else "not there"
+    except (OSError, RuntimeError) as error:  # no such user, a name that is too long
+        raise InputError(f"{folder} cannot be a checkpoint folder: {error}") from None
+    if found != "a folder":
+        raise InputError(f"{folder} is {found}; give the folder that holds config.json and the .safetensors files")
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} has no config.json; give the folder that holds it and the .safetensors files")
-    config = QwenConfig.from_dict(read_json(folder / "config.json"))  # first: refuses other models before their files
+    data = read_json(folder / "config.json")
+    try:
+        config = QwenConfig.from_dict(data)  # first: refuses other models before their files
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise InputError(f"{folder}: config.json has a value of the wrong kind: {error}") from None
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     return Checkpoint(folder, config, generation_config, read_headers(shard_files(folder)))
@@ -73,7 +82,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(f"{file} must hold a JSON object, not a {type(data).__name__}")
@@ -87,6 +96,8 @@ def shard_files(folder: Path) -> list[Path]:
         single = folder / "model.safetensors"
         if single.exists():
             return [single]
+        if single.is_symlink():
+            raise InputError(f"{single} is a link to a file that is gone; download the checkpoint again")
         found = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf"))
         hint = f"found only {shortlist(found)}" if found else "found no weight files at all"
         raise InputError(f"{folder} has neither model.safetensors nor model.safetensors.index.json; {hint}")
@@ -187,7 +198,7 @@ def read_tensors(
 def drop_head_copy(tensors: dict[str, list[Stored]]) -> None:
     """Some tools store a tied head a second time. An equal copy is harmless; another one is a contradiction."""
     head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if not head or not embedding:
+    if not head or not embedding or not {head[0].dtype, embedding[0].dtype} <= FLOATS.keys():
         return
     (_, a), (_, b) = read_tensors({"embedding": embedding, "head": head}, torch.device("cpu"))
     if not torch.equal(a, b):

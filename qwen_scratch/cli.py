@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from qwen_scratch import InputError
 
@@ -22,24 +24,41 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def run_command(name: str, main: Callable[[list[str]], int]) -> int:
     """Run a command's main: every expected failure becomes one line on stderr and an exit code, without a traceback."""
+
+    def leave(*_: Any) -> None:
+        os.write(2, f"{name}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    # Ctrl-C while importing or loading ends the process here and now: an exception could be swallowed by an import.
+    # A process that was started deaf to it stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, leave)
+    for pipe in ("stdout", "stderr"):
+        if getattr(sys, pipe) is None:  # closed by whoever started us
+            setattr(sys, pipe, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as we live)
+        getattr(sys, pipe).reconfigure(errors="replace")  # a console that cannot show a character gets a substitute
     try:
-        # Consoles that cannot show a character get a substitute instead of an exception in mid-answer.
-        for pipe in (sys.stdout, sys.stderr):
-            pipe.reconfigure(errors="replace")  # type: ignore[union-attr]
         return main(sys.argv[1:])
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return ANSWERED
     except InputError as error:  # any other ValueError is a fault of ours, and its traceback wanted
-        print(f"{name}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
         return WRONG_INPUT
     except (RuntimeError, MemoryError, OSError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"{name}: failed: {lines[0]}", file=sys.stderr)
+        print(f"{name}: failed: {one_line(error)}", file=sys.stderr)
         return FAILED
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong options are reported like any other wrong input, without the usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see --help)")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -118,8 +137,8 @@ def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer]":
     if args.model is None:
         raise InputError("no model given; name a checkpoint folder with --model (the README tells where to get one)")
     if args.threads is not None:
-        if args.threads < 1:
-            raise InputError(f"--threads must be at least 1, not {args.threads}")
+        if not 1 <= args.threads <= 1024:
+            raise InputError(f"--threads must be from 1 to 1024, not {args.threads}")
         torch.set_num_threads(args.threads)
     return load(
         args.model,
@@ -142,7 +161,7 @@ def read_prompt(args: argparse.Namespace) -> Any:
         data = read_file(args.messages)
         try:
             messages = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{args.messages} is not JSON: {error}") from None
         if isinstance(messages, dict):
             messages = messages.get("messages")
@@ -151,12 +170,14 @@ def read_prompt(args: argparse.Namespace) -> Any:
         return messages
     if args.prompt is not None and args.prompt != "-":
         return args.prompt
-    text = (
-        read_file(args.prompt_file)
-        if args.prompt_file is not None
-        else decoded(sys.stdin.buffer.read(), "standard input")
-    )
+    text = read_file(args.prompt_file) if args.prompt_file is not None else read_stdin()
     return text if args.raw else text.removesuffix("\n")  # a text file ends in a line break that is nobody's question
+
+
+def read_stdin() -> str:
+    if sys.stdin is None:
+        raise InputError("standard input is closed; give the prompt in another way")
+    return decoded(sys.stdin.buffer.read(), "standard input")
 
 
 def read_file(path: str) -> str:
@@ -168,9 +189,21 @@ def read_file(path: str) -> str:
 
 def decoded(data: bytes, source: str) -> str:
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # some editors put a byte-order mark in front
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from None
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Inside, Ctrl-C is a KeyboardInterrupt, so that the caller can keep what there is."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_stream(running: "Stream", quiet: bool) -> int:
@@ -189,8 +222,9 @@ def print_stream(running: "Stream", quiet: bool) -> int:
             print(f"{dim}{text}{plain}", end="", file=sys.stderr, flush=True)
 
     try:
-        for event in running:
-            show(event.kind, event.text)
+        with interrupts_raised():
+            for event in running:
+                show(event.kind, event.text)
         code = ANSWERED
     except KeyboardInterrupt:
         for event in running.interrupt():
@@ -205,8 +239,9 @@ def print_stream(running: "Stream", quiet: bool) -> int:
 def drain(running: "Stream") -> int:
     """Read a stream to its end without printing."""
     try:
-        for _ in running:
-            pass
+        with interrupts_raised():
+            for _ in running:
+                pass
         return ANSWERED
     except KeyboardInterrupt:
         running.interrupt()

@@ -10,7 +10,7 @@ from qwen_scratch import InputError
 from qwen_scratch.engine import Request, check_ids, run
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler, SamplingParams
-from qwen_scratch.text import Message, ThinkingSplitter, Tokenizer
+from qwen_scratch.text import Message, ThinkingSplitter, Tokenizer, check_messages
 
 Prompt = str | list[Message] | list[int]
 
@@ -182,6 +182,8 @@ def encode_prompt(
 ) -> tuple[str | None, list[int]]:
     """Any kind of prompt → its text (None where it came as ids) and its ids."""
     if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
+        if system is not None or thinking is not None:
+            raise InputError("a system text and the thinking switch need a prompt of text or messages, not of ids")
         return None, list(prompt)  # type: ignore[arg-type]  # checked one by one above
     if tokenizer is None:
         raise InputError("without a tokenizer the prompt must be a list of token ids")
@@ -192,11 +194,12 @@ def encode_prompt(
             return prompt, tokenizer.encode(prompt)
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
+        check_messages(prompt)
         messages = prompt  # type: ignore[assignment]  # a list that is not of ids
         if raw:
             raise InputError("messages need the chat template, which raw leaves out")
     if system is not None:
-        if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+        if messages[0]["role"] == "system":
             raise InputError("the messages already begin with a system turn; give only one")
         messages = [{"role": "system", "content": system}, *messages]
     rendered = tokenizer.render(messages, thinking)
@@ -207,7 +210,7 @@ def context_limit(model: Qwen, max_context: int | None) -> int:
     limit = model.config.context_length
     if max_context is None:
         return limit
-    if not 1 <= max_context <= limit:
+    if not isinstance(max_context, int) or not 1 <= max_context <= limit:
         raise InputError(f"the context can be limited to 1 to {limit} tokens for this model, not {max_context}")
     return max_context
 
@@ -219,5 +222,7 @@ def eos_ids(model: Qwen) -> list[int]:
         ids = list(model.config.eos_token_ids)
     ids = [ids] if isinstance(ids, int) else ids
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise InputError(f"generation_config.json: eos_token_id must be an id or a list of ids, not {ids!r}")
+        raise InputError(
+            f"eos_token_id of generation_config.json or config.json must be an id or a list of ids, not {ids!r}"
+        )
     return ids

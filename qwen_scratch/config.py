@@ -60,13 +60,9 @@ class QwenConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"config.json: {name} must be a positive whole number, not {value!r}")
+            require_size(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise InputError(f"config.json: {name} must be a positive number, not {value!r}")
+            require_number(name, getattr(self, name), above=0)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -84,7 +80,7 @@ class QwenConfig:
                 or a needed key that is missing.
         """
         model_type = data.get("model_type")
-        if model_type not in ARCHITECTURES:
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise InputError(
                 f"config.json: model_type {model_type!r} is not supported; this package runs qwen2 and qwen3"
             )
@@ -99,6 +95,9 @@ class QwenConfig:
                 raise InputError(f"config.json: the weights are quantised ({method}); take the unquantised checkpoint")
         if data.get("hidden_act", "silu") != "silu":
             raise InputError(f"config.json: hidden_act {data['hidden_act']!r} is not supported, only 'silu'")
+        for key in ("tie_word_embeddings", "attention_bias", "use_sliding_window"):
+            if data.get(key) not in (None, True, False):
+                raise InputError(f"config.json: {key} must be true or false, not {data[key]!r}")
         needed = [
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads",
@@ -106,6 +105,8 @@ class QwenConfig:
         missing = [key for key in needed if data.get(key) is None]
         if missing:
             raise InputError(f"config.json lacks {', '.join(missing)}")
+        for key in needed:
+            require_size(key, data[key])
         refuse_sliding_window(data)
 
         is_qwen3 = model_type == "qwen3"
@@ -127,7 +128,7 @@ class QwenConfig:
             qkv_bias=bool(data.get("attention_bias", False)) if is_qwen3 else True,
             o_bias=bool(data.get("attention_bias", False)) and is_qwen3,
             qk_norm=is_qwen3,
-            dtype=read_dtype(data.get("dtype") or data.get("torch_dtype")),
+            dtype=read_dtype(data.get("dtype") or data.get("torch_dtype"), source="config.json: "),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         )
 
@@ -154,13 +155,23 @@ class QwenConfig:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * dtype.itemsize
 
 
-def read_dtype(name: Any) -> torch.dtype | None:
+def require_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**28:
+        raise InputError(f"config.json: {name} must be a positive whole number of sensible size, not {value!r}")
+
+
+def require_number(name: str, value: Any, above: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < 1e30:
+        raise InputError(f"config.json: {name} must be a number above {above:g}, not {value!r}")
+
+
+def read_dtype(name: Any, source: str = "") -> torch.dtype | None:
     """`"bfloat16"`, `"torch.bfloat16"` or a torch.dtype → torch.dtype; None stays None."""
     if name is None:
         return None
     dtype = DTYPES.get(str(name).removeprefix("torch."))
     if dtype is None:
-        raise InputError(f"dtype {str(name)!r} is not supported; choose one of {', '.join(DTYPES)}")
+        raise InputError(f"{source}dtype {str(name)!r} is not supported; choose one of {', '.join(DTYPES)}")
     return dtype
 
 
@@ -181,6 +192,8 @@ def read_rope(data: dict[str, Any], max_positions: int) -> tuple[float, Yarn | N
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise InputError(f"config.json: the rope settings must be an object, not {rope!r}")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise InputError("config.json: rope settings per layer type are not supported, only one for all layers")
     theta = rope.get("rope_theta", data.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -191,10 +204,11 @@ def read_rope(data: dict[str, Any], max_positions: int) -> tuple[float, Yarn | N
     original = (
         data.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_positions
     )
-    factor = rope.get("factor") or max_positions / original
-    for name, value in (("factor", factor), ("original_max_position_embeddings", original)):
-        if not isinstance(value, int | float) or value < 1:
-            raise InputError(f"config.json: yarn's {name} must be at least 1, not {value!r}")
+    factor = rope.get("factor")
+    if factor is None:
+        factor = max_positions / original
+    require_size("yarn's original_max_position_embeddings", original)
+    require_number("yarn's factor", factor, above=0)
 
     def scale(weight: float) -> float:  # the paper's 0.1 ln(s) + 1; some files weigh the logarithm
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -203,6 +217,9 @@ def read_rope(data: dict[str, Any], max_positions: int) -> tuple[float, Yarn | N
     if attention_factor is None:
         both = rope.get("mscale") and rope.get("mscale_all_dim")
         attention_factor = scale(rope["mscale"]) / scale(rope["mscale_all_dim"]) if both else scale(1.0)
+    for name, value in (("attention_factor", attention_factor), ("beta_fast", rope.get("beta_fast") or 32.0),
+                        ("beta_slow", rope.get("beta_slow") or 1.0)):  # fmt: skip
+        require_number(f"yarn's {name}", value, above=0)
     return theta, Yarn(
         factor=factor,
         original_max_position_embeddings=original,

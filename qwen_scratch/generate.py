@@ -8,7 +8,7 @@ from qwen_scratch import cli
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="python -m qwen_scratch.generate",
         description="Answer a prompt. The answer goes to stdout; thinking, model and speeds go to stderr.",
         epilog="Exit codes: 0 answered, 1 the run failed, 2 wrong input or options, 130 interrupted.",

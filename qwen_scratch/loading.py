@@ -69,7 +69,7 @@ def choose_device(name: torch.device | str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise InputError(f"unknown device {str(name)!r}; use cpu, cuda, cuda:N or mps") from None
     count = {
         "cpu": 1,
@@ -85,7 +85,8 @@ def choose_dtype(name: torch.dtype | str, stored: torch.dtype, device: torch.dev
     """The dtype to run in. "auto" is the checkpoint's own, but float32 for bfloat16 on a CPU that has to emulate it."""
     if name != "auto":
         dtype = read_dtype(name)
-        assert dtype is not None  # only None reads as None
+        if dtype is None:
+            raise InputError("dtype must be a name, a torch.dtype or 'auto', not None")
         return dtype
     if stored == torch.bfloat16 and device.type == "cpu" and not cpu_has_bfloat16():
         return torch.float32

@@ -176,7 +176,7 @@ class Qwen(nn.Module):
             [B, T, V], or [B, 1, V] with `last_only`, in the model's dtype; meaningless at padding.
 
         Raises:
-            ValueError: ids that are not [B, T ≥ 1], lengths that do not fit them, a cache of other batch size.
+            ValueError: ids that are not [B, T ≥ 1], lengths that do not fit them, a cache of other batch size or dtype.
             IndexError: the cache is too short; it is left as it was.
         """
         if input_ids.dim() != 2 or input_ids.numel() == 0:
@@ -188,6 +188,10 @@ class Qwen(nn.Module):
             raise ValueError(f"lengths must be {B} numbers from 1 to {T}, not {lengths}")
         if cache is not None and len(cache.lengths) != B:
             raise ValueError(f"the cache has {len(cache.lengths)} rows, input_ids has {B}")
+        if cache is not None and cache.k.dtype != self.dtype:
+            raise ValueError(
+                f"the cache is {cache.k.dtype}, the model {self.dtype}; make the cache with dtype=model.dtype"
+            )
 
         past = cache.lengths if cache is not None else torch.zeros_like(new)  # [B]
         positions = past[:, None] + torch.arange(T, device="cpu")  # [B, T]

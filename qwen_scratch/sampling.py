@@ -49,18 +49,25 @@ class SamplingParams:
                 raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if self.seed is not None and self.seed >= 2**64:
             raise InputError(f"seed must be below 2**64, not {self.seed}")
+        ids = self.stop_token_ids
+        if not isinstance(ids, tuple | list) or any(
+            not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids
+        ):
+            raise InputError(f"stop_token_ids must be a list of token ids, not {ids!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         ranges: dict[str, tuple[Callable[[float], bool], str]] = {
             "temperature": (lambda x: x >= 0, "at least 0"),
             "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
             "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1"),
             "repetition_penalty": (lambda x: x > 0, "above 0"),
-            "presence_penalty": (lambda x: True, "finite"),
+            "presence_penalty": (lambda x: True, "that is finite"),
         }
         for name, (good, text) in ranges.items():
             value = getattr(self, name)
             if value is None:
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
             if not number or not good(value):
                 raise InputError(f"{name} must be a number {text}, not {value!r}")
 
@@ -77,7 +84,10 @@ class Sampler:
 
         self.max_new_tokens: int = choose("max_new_tokens", BUILT_IN_MAX_NEW_TOKENS)
         asked = [params.temperature, params.top_k, params.top_p, params.min_p]
-        sample = bool((generation_config or {}).get("do_sample", False)) or any(value is not None for value in asked)
+        sample = (generation_config or {}).get("do_sample")
+        if sample not in (None, True, False):
+            raise InputError(f"generation_config.json: do_sample must be true or false, not {sample!r}")
+        sample = sample or any(value is not None for value in asked)
         self.temperature: float = choose("temperature", 1.0) if sample else 0.0
         self.top_k: int = choose("top_k", BUILT_IN_TOP_K)
         self.top_p: float = choose("top_p", 1.0)
@@ -134,6 +144,8 @@ class Sampler:
         if self.greedy:
             chosen = scores.argmax()  # the lowest id where several are equal
         else:
+            if self.temperature < 1e-6:  # dividing would overflow; from the best one down it can only underflow
+                scores = scores - scores.max()
             scores = scores / self.temperature
             scores = keep_top_k(scores, self.top_k)
             scores = keep_top_p(scores, self.top_p)

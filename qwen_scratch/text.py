@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen_scratch import InputError
@@ -46,6 +46,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Text → ids. Every added token in it (`<|im_end|>`, `<think>`) is matched whole, wherever the text comes from."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, or a byte of the command line that is no UTF-8
+            raise InputError(
+                f"the text is not valid Unicode at character {error.start}: {text[error.start]!r}"
+            ) from None
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -84,13 +90,12 @@ class Tokenizer:
         tokens = {name: text_of(value) for name, value in self.settings.items() if name.endswith("_token") and value}
         tokens = {name: text for name, text in tokens.items() if text is not None}
         options = {} if thinking is None else {"enable_thinking": thinking}
-        # The reference drops keys without a value before a template can stumble over them.
-        turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+        turns = [prepared(turn) for turn in messages]
         try:
             return self._compiled.render(
                 messages=turns, tools=None, documents=None, add_generation_prompt=True, **tokens, **options
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is the checkpoint's program, and may fail in any way
             raise InputError(f"the chat template refuses these messages: {error}") from None
 
     def require_template(self) -> None:
@@ -126,10 +131,16 @@ def read_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja comes before tokenizer_config.json, whose older form is a list of named templates."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} cannot be read: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise InputError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text, not {template!r:.60}")
     return template
 
 
@@ -142,11 +153,29 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes HTML characters
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, GenerationTag]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what training should learn from; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own form)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def prepared(turn: Message) -> Message:
+    """As the reference hands a turn to a template: no keys without a value, and past thinking under every known name."""
+    turn = {key: value for key, value in turn.items() if value is not None}
+    thought = next((turn[name] for name in ("reasoning_content", "thinking", "reasoning") if name in turn), None)
+    return turn if thought is None else {"thinking": thought, **turn, "reasoning_content": thought}
 
 
 def text_of(token: Any) -> str | None:
@@ -186,8 +215,8 @@ class ThinkingSplitter:
         self._tokenizer = tokenizer
         self._open = tokenizer.token_id("<think>")
         self._close = tokenizer.token_id("</think>")
-        tail = prompt_ids[-3:]  # some templates end the prompt with an opened think block and a line break
-        opened = self._open in tail and self._close not in tail[tail.index(self._open) :] if self._open else False
+        tail = [i for i in prompt_ids[-3:] if i in (self._open, self._close)]
+        opened = tail[-1:] == [self._open]  # some templates end the prompt with an opened think block and a line break
         self._enter("thinking" if opened else "answer", trim=opened)
 
     def push(self, token_id: int) -> list[tuple[str, str]]:

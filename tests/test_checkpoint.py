@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 from builders import edit_json, save_tiny, save_tokenizer
-from reference import Reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qwen_scratch.checkpoint
 from qwen_scratch import InputError, load, load_model
 from qwen_scratch.loading import choose_dtype, cpu_has_bfloat16
+from qwen_scratch.reference import Reference
 
 IDS = torch.tensor([[3, 141, 59, 26, 53]])
 
@@ -64,6 +64,16 @@ def test_tied_head_stored_a_second_time(tiny_copy):
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     rewrite(tiny_copy, lambda t: t["lm_head.weight"].add_(1))
     refused(tiny_copy, "ties the head", "differs")
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_tied_head_stored_a_second_time_quantised(tiny_copy, name):
+    def spoil(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[name] = tensors[name].to(torch.int8)
+
+    rewrite(tiny_copy, spoil)
+    refused(tiny_copy, "quantised", name)
 
 
 def test_untied_without_a_head(tiny_copy):
@@ -228,15 +238,33 @@ def test_peak_memory_is_once_the_model(tmp_path_factory, dtype):
 
 
 def test_no_folder_file_instead_no_config(tmp_path):
-    refused(tmp_path / "nowhere", "nowhere", "does not exist")
+    refused(tmp_path / "nowhere", "nowhere", "not there")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "is a file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "no config.json")
 
 
+def test_names_that_cannot_be_folders(tiny):
+    for name in ("~nosuchuser/x", "x" * 300, "a" + chr(0) + "b"):
+        with pytest.raises(InputError, match=r"not there|cannot be"):
+            load_model(name)
+    with pytest.raises(InputError, match="dtype"):
+        load_model(tiny, dtype=None)
+    with pytest.raises(InputError, match="device"):
+        load_model(tiny, device=None)
+
+
+def test_link_to_a_file_that_is_gone(tiny_copy):
+    (tiny_copy / "model.safetensors").unlink()
+    (tiny_copy / "model.safetensors").symlink_to(tiny_copy / "blob")
+    refused(tiny_copy, "link to a file that is gone")
+
+
 def test_config_that_is_not_json(tiny_copy):
     (tiny_copy / "config.json").write_text('{"model_type": "qwen2",')
+    refused(tiny_copy, "config.json", "JSON")
+    (tiny_copy / "config.json").write_text("[" * 100_000)
     refused(tiny_copy, "config.json", "JSON")
     (tiny_copy / "config.json").write_text("[]")
     refused(tiny_copy, "config.json", "object")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from builders import edit_json, save_scripted, save_tiny, save_tokenizer
@@ -28,6 +29,22 @@ def endless(tmp_path_factory):
     return save_scripted(
         tmp_path_factory.mktemp("cli") / "endless", ["a", "b", "c"], loop=True, max_position_embeddings=100_000
     )
+
+
+@contextmanager
+def started(*options, **pipes):
+    """The command as a running process that takes Ctrl-C, even where the suite itself runs in the background."""
+
+    def listen_to_interrupts():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen([*COMMAND, *map(str, options)], preexec_fn=listen_to_interrupts, **pipes)  # noqa: PLW1509
+    try:
+        with process:
+            yield process
+            process.wait(60)
+    finally:
+        process.kill()
 
 
 def failed(done, *words, code=2):
@@ -148,11 +165,20 @@ def test_context_limits(tmp_path, generate):
         (["--messages", "bad.json"], ["bad.json", "JSON"]),
         (["--messages", "object.json"], ["object.json", "list of messages"]),
         (["--messages", "roles.json"], ["message 0", "role"]),
-        (["hi", "--model", "nowhere"], ["nowhere", "does not exist"]),
+        (["hi", "--model", "nowhere"], ["nowhere", "not there"]),
         (["hi", "--device", "tpu"], ["tpu"]),
         (["hi", "--device", "cuda:99"], ["cuda:99"]),
         (["hi", "--dtype", "float8"], ["float8", "bfloat16"]),
         (["hi", "--threads", "0"], ["--threads"]),
+        (["hi", "--threads", "100000"], ["--threads", "1024"]),
+        (["hi", "--threads", "9" * 30], ["--threads"]),
+        (["hi", "--threads", "abc"], ["--threads", "abc"]),
+        (["hi", "--no-such-option"], ["--no-such-option"]),
+        (["hi", "--max-new", "5"], ["--max-new"]),  # no guessing from half a name
+        (["hi", "--thinking", "--no-thinking"], ["--no-thinking", "--thinking"]),
+        (["hi", "--system", os.fsdecode(b"\xff")], ["Unicode"]),
+        (["hi", "--messages", "x\ny"], ["one prompt only"]),
+        (["--prompt-file", "x\ny"], ["x y", "cannot be read"]),
         (["hi", "--temperature", "-1"], ["temperature"]),
         (["hi", "--temperature", "nan"], ["temperature"]),
         (["hi", "--top-p", "2"], ["top_p"]),
@@ -178,13 +204,6 @@ def test_no_model_given(generate):
     failed(generate("hi"), "--model")
 
 
-def test_options_that_do_not_exist(generate):
-    for options in (["--no-such-option"], ["--thinking", "--no-thinking"], ["--top-k", "many"], ["--max-new", "5"]):
-        done = generate("hi", *options)
-        assert done.returncode == 2
-        assert options[0].split("=")[0] in done.stderr.decode().splitlines()[-1]
-
-
 def test_wrong_checkpoints(script, generate, tmp_path):
     def spoiled(name, **changes):
         folder = shutil.copytree(script, tmp_path / name)
@@ -208,6 +227,20 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_closed_streams(script):
+    """Started with stdin, stdout or stderr closed, as some daemons do."""
+    command = f'"{sys.executable}" -m qwen_scratch.generate'
+    for line, code, out in (
+        (f"{command} hi --model '{script}' --quiet 2>&-", 0, "a😀b\n"),
+        (f"{command} hi --model '{script}' 2>&-", 0, "a😀b\n"),
+        (f"{command} hi --model '{script}' --quiet >&-", 0, ""),
+        (f"{command} - --model '{script}' <&-", 2, ""),
+    ):
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (code, out), done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_threads_are_set_only_when_asked(script, generate):
     probe = (
         "import torch; n = torch.get_num_threads(); import qwen_scratch.completion; assert torch.get_num_threads() == n"
@@ -224,11 +257,8 @@ def test_consoles_that_cannot_show_everything(script, generate, encoding):
 
 
 def test_reader_that_closes_the_pipe(endless):
-    with subprocess.Popen(
-        [*COMMAND, "a", "--raw", "--model", endless, "--max-new-tokens", "50000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    options = ["a", "--raw", "--model", endless, "--max-new-tokens", 50000]
+    with started(*options, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1) in b"abc"
         process.stdout.close()
         errors = process.stderr.read().decode()
@@ -238,10 +268,8 @@ def test_reader_that_closes_the_pipe(endless):
 
 @pytest.mark.parametrize("json_wanted", [False, True])
 def test_interrupt_while_streaming(endless, json_wanted):
-    options = ["a", "--raw", "--model", endless, "--max-new-tokens", "90000"]
-    with subprocess.Popen(
-        [*COMMAND, *options, *(["--json"] if json_wanted else [])], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    options = ["a", "--raw", "--model", endless, "--max-new-tokens", 90000, *(["--json"] if json_wanted else [])]
+    with started(*options, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         if json_wanted:
             for line in process.stderr:  # the loop begins behind this line
                 if line.startswith(b"sampling"):
@@ -268,7 +296,7 @@ def test_interrupt_while_streaming(endless, json_wanted):
 def test_interrupt_while_starting(endless, delay):
     """While importing, loading or already running: never a traceback."""
     options = ["a", "--raw", "--model", endless, "--max-new-tokens", "90000"]
-    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with started(*options, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -294,7 +322,7 @@ def test_thinking_is_dimmed_on_a_terminal(script):
     import pty
 
     main, other = pty.openpty()
-    with subprocess.Popen([*COMMAND, "hi", "--model", script], stdout=subprocess.PIPE, stderr=other) as process:
+    with started("hi", "--model", script, stdout=subprocess.PIPE, stderr=other) as process:
         assert process.stdout.read().decode() == "a😀b\n"
     os.close(other)
     assert b"\x1b[2mc\x1b[0m" in os.read(main, 10_000)

@@ -1,10 +1,12 @@
+import json
+
 import pytest
 import torch
 from builders import save_tiny, tiny_config
-from reference import Reference
 
 from qwen_scratch import InputError, QwenConfig
 from qwen_scratch.checkpoint import open_checkpoint
+from qwen_scratch.reference import Reference
 
 QWEN25_05B = {
     "model_type": "qwen2",
@@ -153,3 +155,35 @@ def test_a_window_that_is_switched_off_does_nothing(family, tmp_path, window):
 def test_windows_above_the_last_layer_are_full_attention():
     on = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28}
     assert QwenConfig.from_dict(QWEN3_06B | on) == QwenConfig.from_dict(QWEN3_06B)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"architectures": value} for value in (5, True, {"a": 1}, [1])]
+    + [{"layer_types": value} for value in (5, True, [None])]
+    + [{"model_type": value} for value in ([], {}, 3)]
+    + [{key: value} for key in ("hidden_size", "num_attention_heads") for value in ("9", [], {}, "", 0, False, 2.0)]
+    + [{"vocab_size": 10**19}, {"head_dim": 5 * 10**18}, {"intermediate_size": 10**18}, {"head_dim": [8]}]
+    + [{"rope_theta": value} for value in (10**400, -1, "1e6", float("inf"))]
+    + [{"rms_norm_eps": 10**400}, {"rms_norm_eps": "1e-6"}, {"torch_dtype": ["bfloat16"]}, {"dtype": "auto"}]
+    + [{"tie_word_embeddings": "false"}, {"attention_bias": "no"}, {"use_sliding_window": 2}]
+    + [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "x"}]
+    + [{"rope_scaling": value} for value in (5, "yarn", {"full_attention": YARN}, {"rope_type": ["yarn"]})]
+    + [{"rope_scaling": YARN | {"factor": value}} for value in (float("nan"), float("inf"), -1, "4", True)]
+    + [{"rope_scaling": YARN | {"original_max_position_embeddings": value}} for value in (float("nan"), -1, "64", 0.5)]
+    + [
+        {"rope_scaling": YARN | {key: value}}
+        for key in ("beta_fast", "beta_slow")
+        for value in ("32", [1], -1, float("nan"))
+    ]
+    + [{"rope_scaling": YARN | {"attention_factor": value}} for value in ("1.1", [1], {}, float("nan"), -1)]
+    + [{"rope_scaling": YARN | {"mscale": value, "mscale_all_dim": 1}} for value in ("1", [1], float("nan"))],
+    ids=str,
+)
+def test_values_of_the_wrong_kind_are_wrong_input(tmp_path, changes):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B | changes))
+    with pytest.raises(InputError, match=r"config\.json"):
+        open_checkpoint(tmp_path)

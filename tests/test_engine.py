@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from builders import save_scripted, save_tiny
-from reference import Reference
 
 import qwen_scratch
 from qwen_scratch import InputError, KVCache, SamplingParams, engine, load_model
+from qwen_scratch.reference import Reference
 from qwen_scratch.sampling import Sampler
 
 IDS = [3, 141, 59, 26, 53, 58, 97, 93]
@@ -94,6 +94,22 @@ def test_the_last_id_may_be_the_stop_id(script):
 def test_ids_that_cannot_be_looked_up(tiny, ids):
     with pytest.raises(InputError, match=r"empty|outside"):
         qwen_scratch.complete(load_model(tiny, device="cpu"), None, ids, GREEDY)
+
+
+def test_options_that_ids_cannot_take(tiny):
+    model, tokenizer = qwen_scratch.load(tiny, device="cpu")
+    for options in ({"system": "x"}, {"thinking": False}):
+        with pytest.raises(InputError, match="ids"):
+            qwen_scratch.complete(model, tokenizer, IDS, GREEDY, **options)
+    with pytest.raises(InputError, match="messages"):
+        qwen_scratch.complete(model, tokenizer, {"messages": []}, GREEDY, system="x")
+    with pytest.raises(InputError, match="already begin"):
+        qwen_scratch.complete(model, tokenizer, [{"role": "system", "content": "y"}], GREEDY, system="x")
+    with pytest.raises(InputError, match="without a tokenizer"):
+        qwen_scratch.complete(model, None, "text", GREEDY)
+    for bad in ("5", 100.5):
+        with pytest.raises(InputError, match="context"):
+            qwen_scratch.complete(model, tokenizer, IDS, GREEDY, max_context=bad)
 
 
 def test_the_head_sees_one_position(tiny):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from builders import save_tiny
 from conftest import ROOT
-from reference import Reference
 
 from qwen_scratch import KVCache, load_model
 from qwen_scratch.model import attention_mask
+from qwen_scratch.reference import Reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = torch.tensor([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64]])  # 12 of them

@@ -106,8 +106,11 @@ def test_greedy_takes_the_first_of_equals_and_no_random_numbers():
 
 
 def test_tiny_temperature_does_not_overflow():
-    logits = torch.tensor([1e4, -1e4, 0.0])
-    assert int(sampler(temperature=1e-5, seed=0, vocab=3).pick(logits)[0]) == 0
+    for logits in (torch.tensor([1e4, -1e4, 0.0]), torch.tensor([-5.0, -6.0, -7.0])):
+        for temperature in (1e-5, 1e-20, 1e-40, 5e-324):
+            for top_p in (1.0, 0.9):
+                made = sampler(temperature=temperature, top_p=top_p, seed=0, vocab=3)
+                assert {int(made.pick(logits)[0]) for _ in range(20)} == {0}
 
 
 def test_a_seed_seeds_once_per_request():
@@ -157,7 +160,7 @@ def test_options_override_the_file_field_by_field(file, asked, expected):
 @pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
-        ("temperature", [-0.1, math.nan, math.inf, "1"], [0, 1, 2.5]),
+        ("temperature", [-0.1, math.nan, math.inf, "1", 10**400], [0, 1, 2.5]),
         ("top_p", [0, -1, 1.01, math.nan], [1, 1.0, 0.001]),
         ("top_k", [-1, 2.5, True], [0, 1, 10**9]),
         ("min_p", [-0.1, 1.5, math.nan], [0, 1.0]),
@@ -176,3 +179,13 @@ def test_values_out_of_range_are_named(name, bad, good):
                 Sampler(SamplingParams(), {name: value})
     for value in good:
         Sampler(SamplingParams(**{name: value}))
+
+
+def test_other_values_of_the_wrong_kind():
+    for bad in (2, None, [[1]], "12", ["2"], [2.5], [-5]):
+        with pytest.raises(InputError, match="stop_token_ids"):
+            SamplingParams(stop_token_ids=bad)
+    with pytest.raises(InputError, match="ignore_eos"):
+        SamplingParams(ignore_eos="no")
+    with pytest.raises(InputError, match="do_sample"):
+        Sampler(SamplingParams(), {"do_sample": "false"})

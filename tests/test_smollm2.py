@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from reference import Reference
 
 import qwen_scratch
 from qwen_scratch import SamplingParams
+from qwen_scratch.reference import Reference
 
 CODE = """def mean(values):
     total = 0

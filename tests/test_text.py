@@ -139,6 +139,7 @@ def test_thinking_is_told_from_the_answer(tokenizer, text, thinking, answer):
 def test_prompt_that_opens_the_thinking_block(tokenizer):
     assert split(tokenizer, "the cat\n</think>\n\nmat", "<|im_start|>assistant\n<think>\n") == ("the cat", "mat")
     assert split(tokenizer, "mat", "<|im_start|>assistant\n<think>\n\n</think>\n\n") == ("", "mat")
+    assert split(tokenizer, "cat</think>mat", "<think></think><think>") == ("cat", "mat")
 
 
 USER = [{"role": "user", "content": "hi 漢字"}]
@@ -166,6 +167,42 @@ def test_rendering_equals_the_reference(tmp_path, template, messages, thinking):
     text, ids = reference_rendering(tmp_path, template, messages, **options)
     assert tokenizer.render(messages, thinking) == text
     assert tokenizer.encode(text) == ids
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_past_thinking_has_several_names(tmp_path, name):
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    save_tokenizer(tmp_path, template)
+    messages = [{"role": "assistant", "content": "yes", name: "hm"}]
+    expected, _ = reference_rendering(tmp_path, template, messages)
+    assert Tokenizer(tmp_path).render(messages) == expected
+    assert "hm|hm|yes" in expected
+
+
+def test_training_marks_in_a_template(tmp_path):
+    template = "a{% generation %}{{ messages[0].content }}{% endgeneration %}b"
+    save_tokenizer(tmp_path, template)
+    assert Tokenizer(tmp_path).render(USER) == reference_rendering(tmp_path, template, USER)[0] == "ahi 漢字b"
+
+
+def test_text_that_is_not_unicode(tokenizer):
+    for text in ("\ud800 x", "bad \udcff byte"):
+        with pytest.raises(InputError, match="not valid Unicode"):
+            tokenizer.encode(text)
+
+
+def test_templates_of_the_wrong_kind(tmp_path):
+    save_tokenizer(tmp_path)
+    for bad in (5, True, {"default": "x"}, [{"name": "default", "template": 7}]):
+        edit_json(tmp_path / "tokenizer_config.json", chat_template=bad)
+        with pytest.raises(InputError, match=r"tokenizer_config\.json"):
+            Tokenizer(tmp_path)
+    for none in (["x"], [{"name": ["a"], "template": "x"}], []):
+        edit_json(tmp_path / "tokenizer_config.json", chat_template=none)
+        assert Tokenizer(tmp_path).template is None
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja"):
+        Tokenizer(tmp_path)
 
 
 def test_thinking_switch(tokenizer):
@@ -197,6 +234,9 @@ def test_environment_is_set_up_as_the_references(tmp_path):
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[0].content + 1 }}", "concatenate"),
         ("{% if %}", "does not compile"),
+        ("{{ 1/0 }}", "division"),
+        ("{{ 'aa'.encode('foo') }}", "foo"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     ],
 )
 def test_template_errors_are_one_line(tmp_path, template, message):
