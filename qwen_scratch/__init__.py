@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qwen_scratch.cache import KVCache
-    from qwen_scratch.completion import Completion, Event, Stream, complete, stream
+    from qwen_scratch.completion import Completion, Event, Stream, complete, complete_batch, stream
     from qwen_scratch.config import QwenConfig
     from qwen_scratch.loading import load, load_model
     from qwen_scratch.model import Qwen
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion", "Event", "InputError", "KVCache", "Qwen", "QwenConfig", "SamplingParams", "Stream", "Tokenizer",
-    "complete", "load", "load_model", "stream",
+    "complete", "complete_batch", "load", "load_model", "stream",
 ]  # fmt: skip
 
 _ROOMS = {
     "cache": ["KVCache"],
-    "completion": ["Completion", "Event", "Stream", "complete", "stream"],
+    "completion": ["Completion", "Event", "Stream", "complete", "complete_batch", "stream"],
     "config": ["QwenConfig"],
     "loading": ["load", "load_model"],
     "model": ["Qwen"],

@@ -250,8 +250,9 @@ def drain(running: "Stream") -> int:
 
 def model_line(ref: str, model: "Qwen", result: "Completion") -> str:
     weights = model.config.num_parameters * model.dtype.itemsize
+    yarn = f"YaRN x{model.config.yarn.factor:g} (on for every length), " if model.config.yarn else ""
     return (
-        f"{ref}: {model.config.model_type}, {model.config.num_parameters:,} parameters, "
+        f"{ref}: {model.config.model_type}, {model.config.num_parameters:,} parameters, {yarn}"
         f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB, "
         f"KV cache {mib(result.kv_cache_bytes)} MiB"
     )

@@ -1,6 +1,6 @@
 """A prompt → text, streamed or whole. What most programs that use this package need."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,12 +62,44 @@ class Completion:
         return later / self.request.decode_s if later > 0 and self.request.decode_s > 0 else None
 
 
+class Writer:
+    """Turns one request's tokens into events, and keeps their text in the result."""
+
+    def __init__(self, tokenizer: Tokenizer | None, result: Completion) -> None:
+        self.result = result
+        self._splitter = ThinkingSplitter(tokenizer, result.prompt_ids) if tokenizer else None
+
+    def push(self, token_id: int) -> list[Event]:
+        """The events of a token that was just added to the request; at least one."""
+        if self._splitter is None:
+            return [Event("answer", "", token_id)]
+        reason = self.result.stop_reason
+        # A stop id is part of the ids, not of the text.
+        pieces = [] if reason in ("eos", "stop") else self._splitter.push(token_id)
+        if reason is not None:
+            pieces = pieces + self._splitter.finish()
+        return self._record(pieces or [(self._splitter.kind, "")], token_id)
+
+    def cut(self) -> list[Event]:
+        """The events of text that is still held back where a run is broken off."""
+        ids = self.result.token_ids
+        return self._record(self._splitter.finish(), ids[-1]) if self._splitter and ids else []
+
+    def _record(self, pieces: list[tuple[str, str]], token_id: int) -> list[Event]:
+        for kind, text in pieces:
+            if kind == "thinking":
+                self.result.thinking += text
+            else:
+                self.result.text += text
+        return [Event(kind, text, token_id) for kind, text in pieces]
+
+
 class Stream:
     """Iterate for events; `result` is complete once the iteration has ended."""
 
     def __init__(self, model: Qwen, tokenizer: Tokenizer | None, result: Completion) -> None:
         self.result = result
-        self._splitter = ThinkingSplitter(tokenizer, result.prompt_ids) if tokenizer else None
+        self._writer = Writer(tokenizer, result)
         self._events = self._run(model)
 
     def __iter__(self) -> Iterator[Event]:
@@ -79,32 +111,14 @@ class Stream:
     def interrupt(self) -> list[Event]:
         """End here and keep what there is: the events of text that was still held back."""
         self._events.close()
-        request = self.result.request
-        if request.stop_reason is not None:
+        if self.result.stop_reason is not None:
             return []
-        request.stop_reason = "interrupted"
-        pieces = self._splitter.finish() if self._splitter else []
-        return self._record(pieces, request.token_ids[-1] if request.token_ids else -1)
+        self.result.request.stop_reason = "interrupted"
+        return self._writer.cut()
 
     def _run(self, model: Qwen) -> Generator[Event, None, None]:
-        for request, token_id in run(model, [self.result.request]):
-            pieces: list[tuple[str, str]] = []
-            kind = "answer"
-            if self._splitter is not None:
-                if request.stop_reason not in ("eos", "stop"):  # a stop id is part of the ids, not of the text
-                    pieces = self._splitter.push(token_id)
-                if request.stop_reason is not None:
-                    pieces += self._splitter.finish()
-                kind = self._splitter.kind
-            yield from self._record(pieces or [(kind, "")], token_id)
-
-    def _record(self, pieces: list[tuple[str, str]], token_id: int) -> list[Event]:
-        for kind, text in pieces:
-            if kind == "thinking":
-                self.result.thinking += text
-            else:
-                self.result.text += text
-        return [Event(kind, text, token_id) for kind, text in pieces]
+        for _, token_id in run(model, [self.result.request]):
+            yield from self._writer.push(token_id)
 
 
 def stream(
@@ -131,9 +145,15 @@ def stream(
     Raises:
         InputError: nothing to generate from, or more than the context holds. Before any work is done.
     """
-    params = params or SamplingParams()
-    sampler = Sampler(params, model.generation_config)
     rendered, ids = encode_prompt(tokenizer, prompt, raw, system, thinking)
+    return Stream(model, tokenizer, prepare(model, rendered, ids, params or SamplingParams(), max_context))
+
+
+def prepare(
+    model: Qwen, rendered: str | None, ids: list[int], params: SamplingParams, max_context: int | None
+) -> Completion:
+    """The request with all its values settled, and the result that it will fill."""
+    sampler = Sampler(params, model.generation_config)
     check_ids(ids, model.config.vocab_size)
     context = context_limit(model, max_context)
     if len(ids) >= context:
@@ -164,7 +184,7 @@ def stream(
         )
     if model.dtype == torch.float16 and model.device.type == "cpu":
         result.notices.append("float16 is slow on a CPU, above all for long prompts; try bfloat16 or float32")
-    return Stream(model, tokenizer, result)
+    return result
 
 
 def complete(
@@ -175,6 +195,30 @@ def complete(
     for _ in running:
         pass
     return running.result
+
+
+def complete_batch(
+    model: Qwen,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    *,
+    raw: bool = False,
+    system: str | None = None,
+    thinking: bool | None = None,
+    max_context: int | None = None,
+) -> list[Completion]:
+    """Answer several prompts side by side, in their order; the options are `stream`'s and hold for all of them.
+
+    Rows keep their own positions, generators and ends. In float32 each gives the ids that it gives alone; in half precision
+    a row's numbers may differ in the last bits from the same row alone, as other shapes take other kernels.
+    """
+    encoded = [encode_prompt(tokenizer, prompt, raw, system, thinking) for prompt in prompts]
+    results = [prepare(model, text, ids, params or SamplingParams(), max_context) for text, ids in encoded]
+    writers = {id(result.request): Writer(tokenizer, result) for result in results}
+    for request, token_id in run(model, [result.request for result in results]) if results else ():
+        writers[id(request)].push(token_id)
+    return results
 
 
 def encode_prompt(

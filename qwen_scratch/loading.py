@@ -1,15 +1,17 @@
 """A checkpoint → a model that is ready to run, and its tokenizer."""
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qwen_scratch import InputError
 from qwen_scratch.checkpoint import load_weights, open_checkpoint
 from qwen_scratch.config import read_dtype
-from qwen_scratch.model import Qwen
+from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.text import Tokenizer
 
 
@@ -51,7 +53,22 @@ def load_model(
         model = Qwen(checkpoint.config)
     load_weights(model, checkpoint, device, dtype, progress)
     model.generation_config = checkpoint.generation_config
+    if device.type == "mps":
+        expand_heads(model)
     return model.eval()
+
+
+def expand_heads(model: Qwen) -> None:
+    """Repeat each key/value head for its query heads before attention: Metal's grouped attention gives wrong results."""
+
+    def attend(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, H, S, hd]
+        return Attention.attend(self, q, k, v, mask)
+
+    for block in model.model.layers:
+        attention: Any = block.self_attn
+        attention.attend = MethodType(attend, attention)
 
 
 class NoInit(TorchFunctionMode):

@@ -87,9 +87,7 @@ class Attention(nn.Module):
         a prompt on an empty cache. Only there is `is_causal` right: it aligns its triangle to the top left.
         """
         causal = mask is None and q.shape[2] > 1
-        mix = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )  # [B, H, T, hd]
+        mix = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)  # [B, H, T, hd]
         return mix.transpose(1, 2).flatten(2)  # [B, T, H * hd]
 
 

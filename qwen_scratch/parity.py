@@ -97,7 +97,7 @@ def compare(ours: Tensor, theirs: Tensor) -> Difference:
         return Difference()
     total = Difference()
     for a, b in row_slices(ours, theirs):
-        distance = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
+        distance = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         distance[(a == b) | (a.isnan() & b.isnan())] = 0  # inf - inf is not a difference
         largest = distance.amax(-1)  # [rows]
         limits = torch.finfo(b.dtype)

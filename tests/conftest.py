@@ -78,3 +78,15 @@ def generate(tmp_path):
         return done
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter):
+    faults = [
+        [report for report in terminalreporter.stats.get(outcome, []) if "test_fault_turns" in report.nodeid]
+        for outcome in ("passed", "failed")
+    ]
+    red, green = (sum(report.when == "call" for report in reports) for reports in faults)
+    if red or green:
+        terminalreporter.write_line(
+            f"sabotage: {red} of {red + green} faults turned the comparison with the reference red"
+        )
