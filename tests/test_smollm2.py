@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qwen_scratch
-from qwen_scratch import SamplingParams
+from qwen_scratch import SamplingParams, parity
 from qwen_scratch.reference import Reference
 
 CODE = """def mean(values):
@@ -101,3 +101,21 @@ def test_template_renders_as_the_reference_does(smollm2):
     theirs = AutoTokenizer.from_pretrained(smollm2)
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.render(messages) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_op_of_every_layer_equals_the_reference(smollm2, dtype):
+    model = qwen_scratch.load_model(smollm2, device="cpu", dtype=dtype)
+    ids = parity.prompt_ids(str(smollm2), None, model.config.vocab_size)
+    report = parity.check(model, Reference(smollm2, dtype), ids, steps=4)
+    assert report["ok"], parity.table(report)
+    assert all(way["equal"] for name, way in report["ways"].items() if name != "ragged batch")
+
+
+def test_batch_of_prompts_in_float32(smollm2):
+    """Rows of 40 to 600 tokens side by side, each with the ids that it gives alone."""
+    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", dtype="float32")
+    params = SamplingParams(temperature=0, max_new_tokens=16)
+    prompts = [CHAT[0], LONG, CHAT[8]]
+    for prompt, result in zip(prompts, qwen_scratch.complete_batch(model, tokenizer, prompts, params), strict=True):
+        assert result.token_ids == qwen_scratch.complete(model, tokenizer, prompt, params).token_ids
