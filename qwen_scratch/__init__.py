@@ -6,6 +6,8 @@ Names are imported when they are first used: the commands answer `--help` and wr
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qwen_scratch.errors import InputError
+
 if TYPE_CHECKING:
     from qwen_scratch.cache import KVCache
     from qwen_scratch.completion import Completion, Event, Stream, complete, complete_batch, stream
@@ -29,10 +31,6 @@ _ROOMS = {
     "sampling": ["SamplingParams"],
     "text": ["Tokenizer"],
 }
-
-
-class InputError(ValueError):
-    """What the caller gave is wrong; the message is one or two lines that name it and the remedy."""
 
 
 def __getattr__(name: str) -> Any:

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qwen_scratch import InputError
 from qwen_scratch.config import DTYPES, QwenConfig
+from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -1,25 +1,22 @@
-"""What the commands share: options, one-line errors, exit codes, printing. torch is imported only once options are read."""
+"""What the commands share: options, one-line errors, exit codes. torch is imported only once options are read."""
 
 import argparse
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen_scratch import InputError
+from qwen_scratch.errors import InputError
 
 if TYPE_CHECKING:
-    from qwen_scratch.completion import Completion, Stream
     from qwen_scratch.model import Qwen
     from qwen_scratch.sampling import SamplingParams
     from qwen_scratch.text import Tokenizer
 
 ANSWERED, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit codes
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def run_command(name: str, main: Callable[[list[str]], int]) -> int:
@@ -192,143 +189,3 @@ def decoded(data: bytes, source: str) -> str:
         return data.decode("utf-8-sig")  # some editors put a byte-order mark in front
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from None
-
-
-@contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Inside, Ctrl-C is a KeyboardInterrupt, so that the caller can keep what there is."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def print_stream(running: "Stream", quiet: bool) -> int:
-    """The answer goes to stdout as it comes, thinking to stderr, dimmed on a terminal. Returns the exit code."""
-    dim, plain = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
-    last = "answer"
-
-    def show(kind: str, text: str) -> None:
-        nonlocal last
-        if kind != last and not quiet and last == "thinking":
-            print(file=sys.stderr, flush=True)
-        last = kind
-        if kind == "answer":
-            print(text, end="", flush=True)
-        elif text and not quiet:
-            print(f"{dim}{text}{plain}", end="", file=sys.stderr, flush=True)
-
-    try:
-        with interrupts_raised():
-            for event in running:
-                show(event.kind, event.text)
-        code = ANSWERED
-    except KeyboardInterrupt:
-        for event in running.interrupt():
-            show(event.kind, event.text)
-        code = INTERRUPTED
-    if last == "thinking" and not quiet:
-        print(file=sys.stderr)
-    print(flush=True)
-    return code
-
-
-def drain(running: "Stream") -> int:
-    """Read a stream to its end without printing."""
-    try:
-        with interrupts_raised():
-            for _ in running:
-                pass
-        return ANSWERED
-    except KeyboardInterrupt:
-        running.interrupt()
-        return INTERRUPTED
-
-
-def model_line(ref: str, model: "Qwen", result: "Completion") -> str:
-    weights = model.config.num_parameters * model.dtype.itemsize
-    yarn = f"YaRN x{model.config.yarn.factor:g} (on for every length), " if model.config.yarn else ""
-    return (
-        f"{ref}: {model.config.model_type}, {model.config.num_parameters:,} parameters, {yarn}"
-        f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB, "
-        f"KV cache {mib(result.kv_cache_bytes)} MiB"
-    )
-
-
-def sampling_line(result: "Completion") -> str:
-    values = {name: value for name, value in result.sampling.items() if value is not None}
-    return "sampling: " + ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def speed_line(result: "Completion") -> str:
-    speed = result.decode_tokens_per_s
-    return (
-        f"{len(result.prompt_ids)} prompt tokens, first token after {result.ttft_s:.2f} s, "
-        f"{len(result.token_ids)} new tokens"
-        + (f" at {speed:.1f} tokens/s" if speed else "")
-        + f", stopped by {result.stop_reason}"
-    )
-
-
-def result_json(
-    ref: str, prompt: Any, model: "Qwen", tokenizer: "Tokenizer", result: "Completion", load_s: float
-) -> str:
-    """The machine-readable result, one JSON object."""
-    from qwen_scratch.text import parse_tool_calls
-
-    return json.dumps(
-        {
-            "model": ref,
-            "revision": None,  # a folder has none
-            "device": str(model.device),
-            "dtype": dtype_name(model),
-            "prompt": prompt,
-            "rendered_prompt": result.rendered_prompt,
-            "input_ids": result.prompt_ids,
-            "prompt_tokens": len(result.prompt_ids),
-            "generated_token_ids": result.token_ids,
-            "generated_tokens": len(result.token_ids),
-            "generated_text": result.text,
-            "thinking_text": result.thinking,
-            "tool_calls": parse_tool_calls(result.text),
-            "stop_reason": result.stop_reason,
-            "eos_token_ids": result.eos_token_ids,
-            "sampling": result.sampling,
-            "first_token_top": [
-                {"token_id": i, "text": tokenizer.decode([i]), "logit": logit, "prob": prob}
-                for i, logit, prob in result.request.first_top
-            ],
-            "notices": result.notices,
-            "load_s": load_s,
-            "ttft_s": result.ttft_s,
-            "decode_tokens_per_s": result.decode_tokens_per_s,
-            "kv_cache_mib": result.kv_cache_bytes / 2**20,
-            "peak_memory_mib": peak_memory_mib(model),
-        },
-        ensure_ascii=False,
-    )
-
-
-def peak_memory_mib(model: "Qwen") -> float | None:
-    """The most memory this process held: the GPU's allocator there, else resident pages; None where unknown."""
-    import torch
-
-    if model.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(model.device) / 2**20
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB elsewhere
-
-
-def dtype_name(model: "Qwen") -> str:
-    return str(model.dtype).removeprefix("torch.")
-
-
-def mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}"

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qwen_scratch import InputError
 from qwen_scratch.engine import Request, check_ids, run
+from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler, SamplingParams
 from qwen_scratch.text import Message, ThinkingSplitter, Tokenizer, check_messages

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qwen_scratch import InputError
+from qwen_scratch.errors import InputError
 
 ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),  # Qwen2 and Qwen2.5 share one architecture

@@ -12,8 +12,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from qwen_scratch import InputError
 from qwen_scratch.cache import KVCache
+from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler
 

@@ -35,9 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     cli.add_model_options(parser)
     cli.add_sampling_options(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object instead of the stream")
-    output.add_argument("--quiet", action="store_true", help="nothing but the answer and errors")
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of the stream")
+    group.add_argument("--quiet", action="store_true", help="nothing but the answer and errors")
     return parser
 
 
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     model, tokenizer = cli.load_from_options(args)
     load_s = perf_counter() - start
 
+    from qwen_scratch import output
     from qwen_scratch.completion import stream
 
     if not args.raw:
@@ -66,13 +67,13 @@ def main(argv: list[str]) -> int:
     )
     result = running.result
     if not args.quiet:
-        for line in (cli.model_line(args.model, model, result), cli.sampling_line(result), *result.notices):
+        for line in (output.model_line(args.model, model, result), output.sampling_line(result), *result.notices):
             print(line, file=sys.stderr)
-    code = cli.drain(running) if args.json else cli.print_stream(running, args.quiet)
+    code = output.drain(running) if args.json else output.print_stream(running, args.quiet)
     if args.json:
-        print(cli.result_json(args.model, prompt, model, tokenizer, result, load_s))
+        print(output.result_json(args.model, prompt, model, tokenizer, result, load_s))
     if not args.quiet:
-        print(cli.speed_line(result), file=sys.stderr)
+        print(output.speed_line(result), file=sys.stderr)
     return code
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qwen_scratch import InputError
 from qwen_scratch.checkpoint import load_weights, open_checkpoint
 from qwen_scratch.config import read_dtype
+from qwen_scratch.errors import InputError
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.text import Tokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen_scratch import InputError
+from qwen_scratch.errors import InputError
 from qwen_scratch.observe import Observer, observe_modules
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen_scratch import InputError
+from qwen_scratch.errors import InputError
 
 BUILT_IN_MAX_NEW_TOKENS = 512
 BUILT_IN_TOP_K = 50  # the reference samples with this where nothing says otherwise

@@ -13,8 +13,8 @@ import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from qwen_scratch import InputError
 from qwen_scratch.checkpoint import read_json
+from qwen_scratch.errors import InputError
 
 Message = dict[str, Any]
 

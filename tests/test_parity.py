@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qwen_scratch
 from qwen_scratch import KVCache, QwenConfig, SamplingParams, load_model, parity
+from qwen_scratch.compare import compare
 from qwen_scratch.loading import expand_heads
 from qwen_scratch.model import RMSNorm
 from qwen_scratch.observe import OPS, observe
@@ -97,17 +98,17 @@ def test_observation_leaves_nothing_behind(tiny):
 
 def test_differences_are_measured():
     a = torch.tensor([[1.0, -2.0], [4.0, 0.5]])
-    assert parity.compare(a, a.clone()).equal
+    assert compare(a, a.clone()).equal
     b = a.clone()
     b[1, 0] += 2**-20  # two units in the last place of 4
-    difference = parity.compare(b, a)
+    difference = compare(b, a)
     assert (difference.equal, difference.max_abs, difference.max_ulp) == (False, 2**-20, 2.0)
     assert difference.max_rel == pytest.approx(2**-22)
-    assert not parity.compare(a[:1], a).equal
-    assert not parity.compare(a.bfloat16(), a).equal
+    assert not compare(a[:1], a).equal
+    assert not compare(a.bfloat16(), a).equal
     nan = torch.tensor([[float("nan"), float("inf")]])
-    assert parity.compare(nan, nan.clone()).equal
-    assert parity.compare(nan, torch.tensor([[float("nan"), 1.0]])).max_abs == float("inf")
+    assert compare(nan, nan.clone()).equal
+    assert compare(nan, torch.tensor([[float("nan"), 1.0]])).max_abs == float("inf")
 
 
 def test_the_first_difference_is_named(tiny):
