@@ -131,8 +131,6 @@ def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer]":
 
     from qwen_scratch.loading import load
 
-    if args.model is None:
-        raise InputError("no model given; name a checkpoint folder with --model (the README tells where to get one)")
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
             raise InputError(f"--threads must be from 1 to 1024, not {args.threads}")

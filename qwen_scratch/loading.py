@@ -16,9 +16,10 @@ from qwen_scratch.text import Tokenizer
 
 
 def load(
-    ref: str | Path,
+    ref: str | Path | None = None,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
+    *,
     exact: bool = False,
     progress: bool = False,
 ) -> tuple[Qwen, Tokenizer]:
@@ -34,20 +35,21 @@ def load(
     Raises:
         InputError: the checkpoint, device or dtype cannot be used; the message says why.
     """
-    model = load_model(ref, device, dtype, exact, progress)
-    return model, Tokenizer(ref)
+    folder = require_ref(ref)
+    return load_model(folder, device, dtype, exact=exact, progress=progress), Tokenizer(folder)
 
 
 def load_model(
-    ref: str | Path,
+    ref: str | Path | None = None,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
+    *,
     exact: bool = False,
     progress: bool = False,
 ) -> Qwen:
     """As `load`, for a checkpoint that has no tokenizer."""
     device = choose_device(device)
-    checkpoint = open_checkpoint(ref)
+    checkpoint = open_checkpoint(require_ref(ref))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
     with torch.device("meta"), NoInit():  # shapes only: no memory is taken and no random numbers are drawn
         model = Qwen(checkpoint.config)
@@ -78,6 +80,12 @@ class NoInit(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
+
+
+def require_ref(ref: str | Path | None) -> str | Path:
+    if ref is None:
+        raise InputError("no model given; name a checkpoint folder (with --model; the README tells where to get one)")
+    return ref
 
 
 def choose_device(name: torch.device | str) -> torch.device:

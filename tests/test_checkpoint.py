@@ -253,6 +253,8 @@ def test_names_that_cannot_be_folders(tiny):
         load_model(tiny, dtype=None)
     with pytest.raises(InputError, match="device"):
         load_model(tiny, device=None)
+    with pytest.raises(InputError, match="no model given"):
+        load()
 
 
 def test_link_to_a_file_that_is_gone(tiny_copy):
