@@ -64,7 +64,7 @@ class Way:
     @property
     def mean_kl(self) -> float:
         """Mean over positions of KL(reference ‖ ours), in nats."""
-        return self.kl_sum / self.positions if self.positions else 0.0
+        return max(0.0, self.kl_sum / self.positions) if self.positions else 0.0  # rounding can go below 0
 
     @property
     def top1_agreement(self) -> float:

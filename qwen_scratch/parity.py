@@ -187,7 +187,7 @@ def cell_text(cell: dict[str, Any] | None) -> str:
     return (
         "="
         if cell["equal"]
-        else f"{cell['max_abs']:.1e} ({cell['max_ulp']} ulp)"
+        else f"{cell['max_abs']:.1e} ({cell['max_ulp']:.3g} ulp)"
         if cell["max_ulp"] < 10**9
         else "shape"
     )
