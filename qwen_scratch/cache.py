@@ -11,7 +11,7 @@ from qwen_scratch.config import QwenConfig
 
 
 class KVCache:
-    """Keys (normed and rotated) and values of every layer: `k`, `v` [L, B, K, S, hd], with S = max_seq_len.
+    """Keys (normed and rotated) and values of every layer: `k`, `v` [L, B, K, max_seq_len, hd].
 
     `lengths` [B], on the CPU, says how many positions of each row are filled. Rows fill independently, so
     prompts of different length can share a batch.

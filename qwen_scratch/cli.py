@@ -85,7 +85,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         help="always the most likely token; Qwen3's thinking tends to go round in circles with it",
     )
     group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy, below 1 sharper, above 1 flatter")
-    group.add_argument("--top-k", type=int, metavar="N", help="only the N most likely tokens; 0: all")
+    group.add_argument(
+        "--top-k", type=int, metavar="N", help="only the N most likely tokens; 0: all; default when sampling: 50"
+    )
     group.add_argument(
         "--top-p", type=float, metavar="X", help="only the likeliest tokens that make up this probability"
     )
@@ -166,7 +168,8 @@ def read_prompt(args: argparse.Namespace) -> Any:
     if args.prompt is not None and args.prompt != "-":
         return args.prompt
     text = read_file(args.prompt_file) if args.prompt_file is not None else read_stdin()
-    return text if args.raw else text.removesuffix("\n")  # a text file ends in a line break that is nobody's question
+    # A text file ends in a line break that is nobody's question.
+    return text if args.raw else text.removesuffix("\n").removesuffix("\r")
 
 
 def read_stdin() -> str:

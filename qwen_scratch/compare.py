@@ -15,14 +15,22 @@ from qwen_scratch.observe import observe
 from qwen_scratch.reference import Reference
 
 
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 @dataclass
 class Difference:
     """How far two tensors, or all tensors of one op, are apart."""
 
-    equal: bool = True  # all bits, or both NaN in the same places
+    equal: bool = True  # all bits, the sign of a zero included; NaN equals NaN
     max_abs: float = 0.0
     max_ulp: float = 0.0  # in units in the last place of the largest number in the same row
     max_rel: float = 0.0  # as a share of that number
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, None for what is not finite: JSON knows no infinity."""
+        return {"equal": self.equal} | {name: finite(getattr(self, name)) for name in ("max_abs", "max_ulp", "max_rel")}
 
     def widen(self, other: "Difference") -> None:
         self.equal = self.equal and other.equal
@@ -64,6 +72,8 @@ class Way:
     @property
     def mean_kl(self) -> float:
         """Mean over positions of KL(reference ‖ ours), in nats."""
+        if not math.isfinite(self.kl_sum):
+            return math.inf
         return max(0.0, self.kl_sum / self.positions) if self.positions else 0.0  # rounding can go below 0
 
     @property
@@ -75,22 +85,25 @@ def compare(ours: Tensor, theirs: Tensor) -> Difference:
     """Two tensors of one op; another shape or dtype is an infinite difference."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return Difference(False, math.inf, math.inf, math.inf)
-    if torch.equal(ours, theirs):
-        return Difference()
     total = Difference()
     for a, b in row_slices(ours, theirs):
+        differ = (bits(a) != bits(b)) & ~(a.isnan() & b.isnan())
+        if not differ.any():
+            continue
         distance = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        distance[(a == b) | (a.isnan() & b.isnan())] = 0  # inf - inf is not a difference
+        distance[~differ] = 0  # inf - inf is not a difference
         largest = distance.amax(-1)  # [rows]
         limits = torch.finfo(b.dtype)
-        scale = b.double().abs().amax(-1).clamp(limits.tiny, limits.max)
+        scale = b.double().abs().amax(-1).nan_to_num(nan=limits.max).clamp(limits.tiny, limits.max)
         unit = limits.eps * torch.exp2(scale.log2().floor())
         total.widen(
-            Difference(
-                not largest.any(), float(largest.max()), float((largest / unit).max()), float((largest / scale).max())
-            )
+            Difference(False, float(largest.max()), float((largest / unit).max()), float((largest / scale).max()))
         )
     return total
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 def row_slices(ours: Tensor, theirs: Tensor, numbers: int = 2**24) -> list[tuple[Tensor, Tensor]]:
@@ -117,6 +130,8 @@ def lockstep(way: Way, model: Qwen, ours: Callable[[], Any], reference: Referenc
 
     def work() -> None:
         turn.acquire()
+        if stopped:  # our side failed before its first op
+            return
         try:
             with reference.observe(tell):
                 theirs()

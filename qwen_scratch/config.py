@@ -141,7 +141,7 @@ class QwenConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that training set; a tied head counts once."""
+        """How many learned numbers there are; a tied head counts once."""
         D, F, hd = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_attention_heads * hd, self.num_key_value_heads * hd
         attention = D * q + 2 * D * kv + q * D
@@ -151,7 +151,7 @@ class QwenConfig:
         return matrices + self.num_hidden_layers * block + D
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one more token adds to the cache: a key and a value per layer and K/V head."""
+        """Bytes that one more token adds to a row of the cache: a key and a value per layer and K/V head."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * dtype.itemsize
 
 
@@ -178,7 +178,8 @@ def read_dtype(name: Any, source: str = "") -> torch.dtype | None:
 def refuse_sliding_window(data: dict[str, Any]) -> None:
     """Published files carry a window size that is switched off; refuse only one that is really on."""
     layer_types = data.get("layer_types")
-    if layer_types is None and data.get("use_sliding_window") and data.get("sliding_window") is not None:
+    # The reference's defaults: a switch that is on without a size means 4096; a size of null means none.
+    if layer_types is None and data.get("use_sliding_window") and data.get("sliding_window", 4096) is not None:
         full = data.get("max_window_layers", 28)  # this many layers from the bottom see everything
         windowed = data["num_hidden_layers"] - full
         layer_types = ["sliding_attention"] * max(windowed, 0)
@@ -210,7 +211,7 @@ def read_rope(data: dict[str, Any], max_positions: int) -> tuple[float, Yarn | N
     require_size("yarn's original_max_position_embeddings", original)
     require_number("yarn's factor", factor, above=0)
 
-    def scale(weight: float) -> float:  # the paper's 0.1 ln(s) + 1; some files weigh the logarithm
+    def scale(weight: float) -> float:  # the paper's 0.1 ln(s) + 1; mscale weighs the logarithm
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     attention_factor = rope.get("attention_factor")

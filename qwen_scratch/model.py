@@ -11,8 +11,8 @@ tensor comes out equal to the last bit. Where the order looks arbitrary, that is
 
     ids [B, T] → embed_tokens → x [B, T, D] → block → block → ... → norm → lm_head → logits [B, T, V]
                                                │
-              x ─┬─ input_layernorm ─ self_attn ─┬─ + ─┬─ post_attention_layernorm ─ mlp ─┬─ + → x
-                 └───────────────────────────────┘     └──────────────────────────────────┘
+              x ─┬─ input_layernorm ─ self_attn ─ + ─┬─ post_attention_layernorm ─ mlp ─ + → x
+                 └────────────────────────────────┘  └───────────────────────────────────┘
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,8 @@ class Attention(nn.Module):
         """softmax(q·kᵀ / √hd) · v: q [B, H, T, hd], k and v [B, K, S, hd] → [B, T, H * hd].
 
         Query head h reads key/value head h // G. Without a mask, one query looks at everything, and several are
-        a prompt on an empty cache. Only there is `is_causal` right: it aligns its triangle to the top left.
+        a prompt on an empty cache. Only there is `is_causal` right: it aligns its triangle to the top left. Padding
+        needs no mask of its own: it stands to the right, where a real token does not look.
         """
         causal = mask is None and q.shape[2] > 1
         mix = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)  # [B, H, T, hd]
@@ -96,13 +97,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
-        D, width = config.hidden_size, config.intermediate_size
+        D, width = config.hidden_size, config.intermediate_size  # the width is F in comments; in code F is functional
         self.gate_proj = nn.Linear(D, width, bias=False)
         self.up_proj = nn.Linear(D, width, bias=False)
         self.down_proj = nn.Linear(width, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] → [B, T, D]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [B, T, D] → [B, T, F] → [B, T, D]
 
 
 class Block(nn.Module):
@@ -121,7 +122,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """All but the head, which the checkpoint calls `model`. `Qwen.forward` runs it."""
+    """Everything up to the head; the checkpoint calls this part `model`. `Qwen.forward` runs it."""
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
@@ -168,14 +169,14 @@ class Qwen(nn.Module):
             input_ids: [B, T] int64, T ≥ 1; with a cache they continue each row where it ends.
             cache: filled with the T tokens; None computes from scratch and remembers nothing.
             lengths: real tokens per row, 1 to T, where rows are padded on the right; None: all T are real.
-            last_only: compute only each row's last real position; a prompt needs no other.
+            last_only: logits of each row's last real position only; a prompt needs no other, and the head is large.
 
         Returns:
             [B, T, V], or [B, 1, V] with `last_only`, in the model's dtype; meaningless at padding.
 
         Raises:
             ValueError: ids that are not [B, T ≥ 1], lengths that do not fit them, a cache of other batch size or dtype.
-            IndexError: the cache is too short; it is left as it was.
+            IndexError: the cache is too short (it is left as it was), or an id is outside the vocabulary.
         """
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids must be [B, T] with at least one token, not {list(input_ids.shape)}")
@@ -205,7 +206,7 @@ class Qwen(nn.Module):
         x = self.model.norm(x)
         if last_only:
             x = x[range(B), new - 1].unsqueeze(1)  # [B, 1, D]
-        logits = self.lm_head(x)  # [B, T, V]
+        logits = self.lm_head(x)  # [B, T, V] or [B, 1, V]
         if cache is not None:
             cache.lengths = past + new
         return logits
@@ -213,6 +214,8 @@ class Qwen(nn.Module):
 
 def attention_mask(past: Tensor, new: Tensor, positions: Tensor) -> Tensor | None:
     """Which of the S cached and new positions each new token may look at: those up to its own, [B, 1, T, S].
+
+    That also hides what a shorter row has left behind its end: it lies at later positions than the row's own tokens.
 
     None where `Attention.attend` needs none: a prompt on an empty cache, or one token in rows of equal length.
     """

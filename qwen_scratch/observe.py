@@ -74,12 +74,16 @@ def observe_modules(model: nn.Module, fn: Observer) -> Iterator[None]:
     with ExitStack() as undo:
 
         def output(module: Any, op: str, layer: int | None = None) -> None:
-            handle = module.register_forward_hook(lambda module, args, out: fn(op, layer, out))
-            undo.callback(handle.remove)
+            def hook(module: Any, args: Any, out: Tensor) -> None:  # what a hook returns would replace the tensor
+                fn(op, layer, out)
+
+            undo.callback(module.register_forward_hook(hook).remove)
 
         def entry(module: Any, op: str, layer: int | None = None) -> None:
-            handle = module.register_forward_pre_hook(lambda module, args: fn(op, layer, args[0]))
-            undo.callback(handle.remove)
+            def hook(module: Any, args: Any) -> None:
+                fn(op, layer, args[0])
+
+            undo.callback(module.register_forward_pre_hook(hook).remove)
 
         root: Any = model
         output(root.model.embed_tokens, "embedding")

@@ -71,18 +71,19 @@ class Reference:
             fn("k_rope", layer, k)
             return q, k
 
-        def now_at(n: int) -> None:
-            nonlocal layer
-            layer = n
+        def watch(n: int, attention: Any) -> list[Any]:
+            def now_here(module: Any, args: Any) -> None:
+                nonlocal layer
+                layer = n
+
+            def mixed(module: Any, args: Any) -> None:
+                fn("attention", n, args[0])
+
+            return [attention.register_forward_pre_hook(now_here), attention.o_proj.register_forward_pre_hook(mixed)]
 
         with observe_modules(self.model, fn), ExitStack() as undo:
             for n, block in enumerate(self.model.model.layers):
-                attention = block.self_attn
-                handles = [
-                    attention.register_forward_pre_hook(lambda module, args, n=n: now_at(n)),
-                    attention.o_proj.register_forward_pre_hook(lambda module, args, n=n: fn("attention", n, args[0])),
-                ]
-                for handle in handles:
+                for handle in watch(n, block.self_attn):
                     undo.callback(handle.remove)
             home.apply_rotary_pos_emb = rotate_and_tell
             undo.callback(setattr, home, "apply_rotary_pos_emb", rotate)

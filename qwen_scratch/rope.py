@@ -1,8 +1,9 @@
 """Rotary position embedding (RoPE, https://arxiv.org/abs/2104.09864).
 
 A query or key head of hd numbers is read as hd/2 points in the plane, and each point is turned by an angle
-that grows with the token's position. A dot product of two turned heads depends only on the *distance*
-between their tokens. Point i turns by theta^(-2i/hd) per token: the first ones fast, the last ones slowly.
+that grows with the token's position. As far as position is concerned, a dot product of two turned heads then
+depends only on the *distance* between their tokens. Point i turns by theta^(-2i/hd) per token: the first ones
+fast, the last ones slowly.
 """
 
 import math
@@ -14,7 +15,7 @@ from qwen_scratch.config import QwenConfig, Yarn
 
 
 class Rope:
-    """Angles for given positions. Not a Module, so that `.to(bfloat16)` can never round its frequencies."""
+    """Cosines and sines for given positions. Not a Module, so that `.to(bfloat16)` can never round its frequencies."""
 
     def __init__(self, config: QwenConfig) -> None:
         self.inv_freq = inverse_frequencies(config)  # [hd/2] float32
@@ -42,8 +43,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def inverse_frequencies(config: QwenConfig) -> Tensor:
     """Radians per token for each of the hd/2 points, float32 [hd/2]. Always made on the CPU: equal on every device."""
-    i = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    slowness = config.rope_theta ** (i / config.head_dim)  # tokens per radian, 1 to theta
+    two_i = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    slowness = config.rope_theta ** (two_i / config.head_dim)  # tokens per radian, from 1 to almost theta
     if config.yarn is None:
         return 1.0 / slowness
     return yarn_frequencies(slowness, config.yarn, config.rope_theta, config.head_dim)
@@ -61,7 +62,7 @@ def yarn_frequencies(slowness: Tensor, yarn: Yarn, theta: float, head_dim: int) 
     low, high = point_that_turns(yarn.beta_fast), point_that_turns(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, head_dim - 1)  # hd - 1 where hd / 2 - 1 would do: as the reference has it
     if low == high:
         high += 0.001  # the ramp below must not divide by zero
     i = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")

@@ -23,6 +23,7 @@ class SamplingParams:
     """What a request asks for. None = as the checkpoint's generation_config.json says, else greedy, 512 new tokens.
 
     Any of temperature > 0, top_k, top_p and min_p turns sampling on; temperature 0 is greedy whatever else is set.
+    Sampling takes the 50 likeliest tokens where neither the request nor the file names a top_k, as the reference does.
 
     Raises:
         InputError: a value outside its range.
@@ -146,7 +147,7 @@ class Sampler:
         else:
             if self.temperature < 1e-6:  # dividing would overflow; from the best one down it can only underflow
                 scores = scores - scores.max()
-            scores = scores / self.temperature
+            scores = scores / max(self.temperature, 1e-30)
             scores = keep_top_k(scores, self.top_k)
             scores = keep_top_p(scores, self.top_p)
             scores = keep_min_p(scores, self.min_p)

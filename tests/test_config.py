@@ -114,7 +114,7 @@ def test_dtype_spellings(spelling, expected):
         ({"num_hidden_layers": "28"}, "num_hidden_layers"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"head_dim": 33}, "head_dim"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 21}, "sliding_attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization": {"bits": 4}}, "quantization"),
@@ -187,3 +187,10 @@ def test_values_of_the_wrong_kind_are_wrong_input(tmp_path, changes):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B | changes))
     with pytest.raises(InputError, match=r"config\.json"):
         open_checkpoint(tmp_path)
+
+
+def test_window_without_a_size_is_the_references_default():
+    on = {key: value for key, value in QWEN3_06B.items() if key != "sliding_window"} | {"use_sliding_window": True}
+    with pytest.raises(InputError, match="sliding_attention"):
+        QwenConfig.from_dict(on)
+    QwenConfig.from_dict(on | {"sliding_window": None})
