@@ -100,7 +100,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, metavar="N", help="repeat a run; default: a fresh one, which is reported")
     group.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="stop where the answer says this; repeatable"
+    )
+    group.add_argument(
         "--stop-token-id", type=int, metavar="N", action="append", default=[], help="stop here too; repeatable"
+    )
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: each token's log probability and the N likeliest"
     )
     group.add_argument("--ignore-eos", action="store_true", help="run on past the model's own stop ids")
 
@@ -108,6 +114,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     from qwen_scratch.sampling import SamplingParams
 
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs shows only with --json; give both")
     if args.greedy:
         for name in ("temperature", "top_k", "top_p", "min_p"):
             if getattr(args, name) is not None:
@@ -122,8 +130,10 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
         repetition_penalty=args.repetition_penalty,
         presence_penalty=args.presence_penalty,
         seed=args.seed,
+        stop=tuple(args.stop),
         stop_token_ids=tuple(args.stop_token_id),
         ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
     )
 
 
@@ -155,11 +165,7 @@ def read_prompt(args: argparse.Namespace) -> Any:
             "with --prompt-file or with --messages"
         )
     if args.messages is not None:
-        data = read_file(args.messages)
-        try:
-            messages = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{args.messages} is not JSON: {error}") from None
+        messages = read_json_file(args.messages)
         if isinstance(messages, dict):
             messages = messages.get("messages")
         if not isinstance(messages, list) or not messages or any(isinstance(turn, int) for turn in messages):
@@ -170,6 +176,25 @@ def read_prompt(args: argparse.Namespace) -> Any:
     text = read_file(args.prompt_file) if args.prompt_file is not None else read_stdin()
     # A text file ends in a line break that is nobody's question.
     return text if args.raw else text.removesuffix("\n").removesuffix("\r")
+
+
+def read_tools(path: str | None) -> list[dict[str, Any]] | None:
+    """--tools: a list of JSON schemas, as chat templates take them."""
+    if path is None:
+        return None
+    tools = read_json_file(path)
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{path} must hold a list of tools, each a JSON schema of a function")
+    return tools
+
+
+def read_json_file(path: str) -> Any:
+    try:
+        return json.loads(read_file(path))
+    except RecursionError:
+        raise InputError(f"{path} is not JSON: too deeply nested") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
 
 
 def read_stdin() -> str:

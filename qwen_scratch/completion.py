@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qwen_scratch.engine import Request, check_ids, run
+from qwen_scratch.engine import Request, TokenLogprobs, check_ids, run
 from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler, SamplingParams
-from qwen_scratch.text import Message, ThinkingSplitter, Tokenizer, check_messages
+from qwen_scratch.text import Message, StopText, ThinkingSplitter, Tokenizer, check_messages
 
 Prompt = str | list[Message] | list[int]
 
@@ -31,6 +31,7 @@ class Completion:
     eos_token_ids: list[int]
     sampling: dict[str, Any]  # the values in use, the seed included
     kv_cache_bytes: int
+    stop: tuple[str, ...]  # texts that end the answer
     request: Request
     text: str = ""  # the answer, without thinking and special tokens
     thinking: str = ""
@@ -44,6 +45,11 @@ class Completion:
     def token_ids(self) -> list[int]:
         """New token ids, with the stop id where there was one."""
         return self.request.token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One per new token where `params.logprobs` asked for them, else empty."""
+        return self.request.token_logprobs
 
     @property
     def stop_reason(self) -> str | None:
@@ -68,6 +74,7 @@ class Writer:
     def __init__(self, tokenizer: Tokenizer | None, result: Completion) -> None:
         self.result = result
         self._splitter = ThinkingSplitter(tokenizer, result.prompt_ids) if tokenizer else None
+        self._stop = StopText(result.stop)
 
     def push(self, token_id: int) -> list[Event]:
         """The events of a token that was just added to the request; at least one."""
@@ -78,12 +85,34 @@ class Writer:
         pieces = [] if reason in ("eos", "stop") else self._splitter.push(token_id)
         if reason is not None:
             pieces = pieces + self._splitter.finish()
-        return self._record(pieces or [(self._splitter.kind, "")], token_id)
+        shown = self._until_stop(pieces)
+        if reason is not None:
+            shown.append(("answer", self._stop.finish()))
+        shown = [piece for piece in shown if piece[1]]
+        return self._record(shown or [(self._splitter.kind, "")], token_id)
+
+    def _until_stop(self, pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The pieces up to a stop string in the answer; meeting one ends the request, unless the model ended it itself."""
+        shown = []
+        for kind, text in pieces:
+            if kind == "thinking":
+                shown.append((kind, text))
+                continue
+            allowed, met = self._stop.push(text)
+            shown.append((kind, allowed))
+            if met:
+                if self.result.stop_reason != "eos":
+                    self.result.request.stop_reason = "stop"
+                break
+        return shown
 
     def cut(self) -> list[Event]:
         """The events of text that is still held back where a run is broken off."""
         ids = self.result.token_ids
-        return self._record(self._splitter.finish(), ids[-1]) if self._splitter and ids else []
+        if self._splitter is None or not ids:
+            return []
+        shown = [*self._until_stop(self._splitter.finish()), ("answer", self._stop.finish())]
+        return self._record([piece for piece in shown if piece[1]], ids[-1])
 
     def _record(self, pieces: list[tuple[str, str]], token_id: int) -> list[Event]:
         for kind, text in pieces:
@@ -130,6 +159,7 @@ def stream(
     raw: bool = False,
     system: str | None = None,
     thinking: bool | None = None,
+    tools: list[dict[str, Any]] | None = None,
     max_context: int | None = None,
 ) -> Stream:
     """Generate, and yield each token's text as soon as it is known.
@@ -140,12 +170,13 @@ def stream(
         raw: take text as it is, template or not.
         system: a system turn in front; None: whatever the template does without one; "": an empty one.
         thinking: the template's switch; None: its default.
+        tools: JSON schemas of functions, for the template; calls in the answer: `parse_tool_calls(result.text)`.
         max_context: fewer positions than the model has, to bound the cache.
 
     Raises:
         InputError: nothing to generate from, or more than the context holds. Before any work is done.
     """
-    rendered, ids = encode_prompt(tokenizer, prompt, raw, system, thinking)
+    rendered, ids = encode_prompt(tokenizer, prompt, raw, system, thinking, tools)
     return Stream(model, tokenizer, prepare(model, rendered, ids, params or SamplingParams(), max_context))
 
 
@@ -169,12 +200,14 @@ def prepare(
         max_new_tokens=new,
         eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
         stop_ids=frozenset(params.stop_token_ids),
+        logprobs=params.logprobs,
     )
     result = Completion(
         rendered_prompt=rendered,
         eos_token_ids=eos,
         sampling=sampler.values(),
         kv_cache_bytes=(len(ids) + new) * model.config.kv_bytes_per_token(model.dtype),
+        stop=tuple(params.stop),
         request=request,
     )
     if new < sampler.max_new_tokens:
@@ -206,6 +239,7 @@ def complete_batch(
     raw: bool = False,
     system: str | None = None,
     thinking: bool | None = None,
+    tools: list[dict[str, Any]] | None = None,
     max_context: int | None = None,
 ) -> list[Completion]:
     """Answer several prompts side by side, in their order; the options are `stream`'s and hold for all of them.
@@ -213,7 +247,7 @@ def complete_batch(
     Rows keep their own positions, generators and ends. In float32 each gives the ids that it gives alone; in half precision
     a row's numbers may differ in the last bits from the same row alone, as other shapes take other kernels.
     """
-    encoded = [encode_prompt(tokenizer, prompt, raw, system, thinking) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt, raw, system, thinking, tools) for prompt in prompts]
     results = [prepare(model, text, ids, params or SamplingParams(), max_context) for text, ids in encoded]
     writers = {id(result.request): Writer(tokenizer, result) for result in results}
     for request, token_id in run(model, [result.request for result in results]) if results else ():
@@ -222,19 +256,25 @@ def complete_batch(
 
 
 def encode_prompt(
-    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, thinking: bool | None
+    tokenizer: Tokenizer | None,
+    prompt: Prompt,
+    raw: bool,
+    system: str | None,
+    thinking: bool | None,
+    tools: list[dict[str, Any]] | None,
 ) -> tuple[str | None, list[int]]:
     """Any kind of prompt → its text (None where it came as ids) and its ids."""
+    template_wanted = system is not None or thinking is not None or tools is not None
     if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
-        if system is not None or thinking is not None:
-            raise InputError("a system text and the thinking switch need a prompt of text or messages, not of ids")
+        if template_wanted:
+            raise InputError("system text, thinking switch and tools need a prompt of text or messages, not of ids")
         return None, list(prompt)  # type: ignore[arg-type]  # checked one by one above
     if tokenizer is None:
         raise InputError("without a tokenizer the prompt must be a list of token ids")
     if isinstance(prompt, str):
-        if raw or (tokenizer.template is None and system is None and thinking is None):
-            if system is not None or thinking is not None:
-                raise InputError("a system text and the thinking switch need the chat template, which raw leaves out")
+        if raw or (tokenizer.template is None and not template_wanted):
+            if template_wanted:
+                raise InputError("system text, thinking switch and tools need the chat template, which raw leaves out")
             return prompt, tokenizer.encode(prompt)
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
@@ -246,7 +286,7 @@ def encode_prompt(
         if messages[0]["role"] == "system":
             raise InputError("the messages already begin with a system turn; give only one")
         messages = [{"role": "system", "content": system}, *messages]
-    rendered = tokenizer.render(messages, thinking)
+    rendered = tokenizer.render(messages, thinking, tools)
     return rendered, tokenizer.encode(rendered)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from qwen_scratch.cache import KVCache
 from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities under the model's own distribution, before penalties, temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest ids, best first
 
 
 @dataclass
@@ -27,12 +36,14 @@ class Request:
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None  # how many of the likeliest ids to record with each token; None: record nothing
 
     token_ids: list[int] = field(default_factory=list)  # new tokens, the stop id included
     stop_reason: str | None = None  # "eos", "stop" or "length"; None while running
     first_top: list[tuple[int, float, float]] = field(
         default_factory=list
     )  # best five at first: id, logit, probability
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per new token, where asked for
     prefill_s: float = 0.0  # until the first token is known, so the time to first token
     decode_s: float = 0.0  # all later tokens together
 
@@ -68,7 +79,7 @@ def run(model: Qwen, requests: list[Request], cache: KVCache | None = None) -> I
         picks = choose(requests, logits)
         now = perf_counter()  # the copy inside `choose` has waited for the device
         first = first or now
-        for request, (token_id, largest) in zip(requests, picks, strict=True):
+        for row, request, (token_id, largest) in zip(logits[:, 0], requests, picks, strict=True):
             if request.stop_reason is not None:
                 continue  # a row that is done keeps its place in the batch; what it makes is dropped
             if not math.isfinite(largest):
@@ -77,6 +88,8 @@ def run(model: Qwen, requests: list[Request], cache: KVCache | None = None) -> I
                     + ("; float16 overflows easily, try bfloat16 or float32" if model.dtype == torch.float16 else "")
                 )
             request.token_ids.append(token_id)
+            if request.logprobs is not None:
+                request.token_logprobs.append(log_probabilities(row, token_id, request.logprobs))
             request.stop_reason = why_stop(request, token_id)
             request.prefill_s, request.decode_s = first - start, now - first
             yield request, token_id
@@ -117,6 +130,15 @@ def best(logits: Tensor, n: int = 5) -> list[tuple[int, float, float]]:
     top = scores.topk(min(n, len(scores)))
     probs = scores.softmax(-1)[top.indices]
     return list(zip(top.indices.tolist(), top.values.tolist(), probs.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def log_probabilities(logits: Tensor, token_id: int, n: int) -> TokenLogprobs:
+    """Of the chosen id and of the n likeliest; logits [V]."""
+    logprobs = logits.float().log_softmax(-1)
+    top = logprobs.topk(min(n, len(logprobs)))
+    pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return TokenLogprobs(token_id, float(logprobs[token_id]), pairs)
 
 
 def why_stop(request: Request, token_id: int) -> str | None:

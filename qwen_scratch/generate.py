@@ -33,9 +33,11 @@ def build_parser() -> argparse.ArgumentParser:
     thinking.add_argument(
         "--no-thinking", action="store_false", dest="thinking", help="have the template close thinking at once"
     )
+    parser.add_argument("--tools", metavar="FILE.json", help="functions the model may call, handed to the template")
     cli.add_model_options(parser)
     cli.add_sampling_options(parser)
     group = parser.add_argument_group("output")
+    group.add_argument("--hide-thinking", action="store_true", help="do not show the thinking (it stays in the JSON)")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the stream")
     group.add_argument("--quiet", action="store_true", help="nothing but the answer and errors")
     return parser
@@ -44,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     prompt = cli.read_prompt(args)
+    tools = cli.read_tools(args.tools)
     params = cli.sampling_params(args)
 
     start = perf_counter()
@@ -63,13 +66,18 @@ def main(argv: list[str]) -> int:
         raw=args.raw,
         system=args.system,
         thinking=args.thinking,
+        tools=tools,
         max_context=args.max_context,
     )
     result = running.result
     if not args.quiet:
         for line in (output.model_line(args.model, model, result), output.sampling_line(result), *result.notices):
             print(line, file=sys.stderr)
-    code = output.drain(running) if args.json else output.print_stream(running, args.quiet)
+    code = (
+        output.drain(running)
+        if args.json
+        else output.print_stream(running, show_thinking=not (args.quiet or args.hide_thinking))
+    )
     if args.json:
         print(output.result_json(args.model, prompt, model, tokenizer, result, load_s))
     if not args.quiet:

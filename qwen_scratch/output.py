@@ -29,19 +29,19 @@ def interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def print_stream(running: Stream, quiet: bool) -> int:
+def print_stream(running: Stream, show_thinking: bool) -> int:
     """The answer goes to stdout as it comes, thinking to stderr, dimmed on a terminal. Returns the exit code."""
     dim, plain = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
     last = "answer"
 
     def show(kind: str, text: str) -> None:
         nonlocal last
-        if kind != last and not quiet and last == "thinking":
+        if kind != last and show_thinking and last == "thinking":
             print(file=sys.stderr, flush=True)
         last = kind
         if kind == "answer":
             print(text, end="", flush=True)
-        elif text and not quiet:
+        elif text and show_thinking:
             print(f"{dim}{text}{plain}", end="", file=sys.stderr, flush=True)
 
     try:
@@ -53,7 +53,7 @@ def print_stream(running: Stream, quiet: bool) -> int:
         for event in running.interrupt():
             show(event.kind, event.text)
         code = INTERRUPTED
-    if last == "thinking" and not quiet:
+    if last == "thinking" and show_thinking:
         print(file=sys.stderr)
     print(flush=True)
     return code
@@ -98,37 +98,45 @@ def speed_line(result: Completion) -> str:
 
 def result_json(ref: str, prompt: Any, model: Qwen, tokenizer: Tokenizer, result: Completion, load_s: float) -> str:
     """The machine-readable result, one JSON object."""
-    return json.dumps(
-        {
-            "model": ref,
-            "revision": None,  # a folder has none
-            "device": str(model.device),
-            "dtype": dtype_name(model),
-            "prompt": prompt,
-            "rendered_prompt": result.rendered_prompt,
-            "input_ids": result.prompt_ids,
-            "prompt_tokens": len(result.prompt_ids),
-            "generated_token_ids": result.token_ids,
-            "generated_tokens": len(result.token_ids),
-            "generated_text": result.text,
-            "thinking_text": result.thinking,
-            "tool_calls": parse_tool_calls(result.text),
-            "stop_reason": result.stop_reason,
-            "eos_token_ids": result.eos_token_ids,
-            "sampling": result.sampling,
-            "first_token_top": [
-                {"token_id": i, "text": tokenizer.decode([i]), "logit": logit, "prob": prob}
-                for i, logit, prob in result.request.first_top
-            ],
-            "notices": result.notices,
-            "load_s": load_s,
-            "ttft_s": result.ttft_s,
-            "decode_tokens_per_s": result.decode_tokens_per_s,
-            "kv_cache_mib": result.kv_cache_bytes / 2**20,
-            "peak_memory_mib": peak_memory_mib(model),
-        },
-        ensure_ascii=False,
-    )
+    fields: dict[str, Any] = {
+        "model": ref,
+        "revision": None,  # a folder has none
+        "device": str(model.device),
+        "dtype": dtype_name(model),
+        "prompt": prompt,
+        "rendered_prompt": result.rendered_prompt,
+        "input_ids": result.prompt_ids,
+        "prompt_tokens": len(result.prompt_ids),
+        "generated_token_ids": result.token_ids,
+        "generated_tokens": len(result.token_ids),
+        "generated_text": result.text,
+        "thinking_text": result.thinking,
+        "tool_calls": parse_tool_calls(result.text),
+        "stop_reason": result.stop_reason,
+        "eos_token_ids": result.eos_token_ids,
+        "sampling": result.sampling,
+        "first_token_top": [
+            {"token_id": i, "text": tokenizer.label(i), "logit": logit, "prob": prob}
+            for i, logit, prob in result.request.first_top
+        ],
+        "notices": result.notices,
+        "load_s": load_s,
+        "ttft_s": result.ttft_s,
+        "decode_tokens_per_s": result.decode_tokens_per_s,
+        "kv_cache_mib": result.kv_cache_bytes / 2**20,
+        "peak_memory_mib": peak_memory_mib(model),
+    }
+    if result.request.logprobs is not None:
+        fields["logprobs"] = [
+            {
+                "token_id": token_id,
+                "text": tokenizer.label(token_id),
+                "logprob": logprob,
+                "top": [{"token_id": i, "text": tokenizer.label(i), "logprob": value} for i, value in top],
+            }
+            for token_id, logprob, top in result.logprobs
+        ]
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def peak_memory_mib(model: Qwen) -> float | None:

@@ -39,11 +39,15 @@ class SamplingParams:
         None  # subtracted from the logit of each token that the answer already has; 0 = off
     )
     seed: int | None = None  # None: a fresh one, reported with the result
+    stop: tuple[str, ...] = ()  # stop where one of these texts appears in the answer, and show none of it
     stop_token_ids: tuple[int, ...] = ()  # stop at these too
     ignore_eos: bool = False  # run on past the model's own stop ids
+    logprobs: int | None = (
+        None  # report each token's log probability, and this many of the likeliest, before any filter
+    )
 
     def __post_init__(self) -> None:
-        whole = {"max_new_tokens": 1, "top_k": 0, "seed": 0}
+        whole = {"max_new_tokens": 1, "top_k": 0, "seed": 0, "logprobs": 0}
         for name, least in whole.items():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -55,6 +59,8 @@ class SamplingParams:
             not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids
         ):
             raise InputError(f"stop_token_ids must be a list of token ids, not {ids!r}")
+        if not isinstance(self.stop, tuple | list) or any(not isinstance(text, str) or not text for text in self.stop):
+            raise InputError(f"stop must be a list of texts that are not empty, not {self.stop!r}")
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         ranges: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -159,7 +165,13 @@ class Sampler:
 
 def read_defaults(generation_config: dict[str, Any]) -> SamplingParams:
     """The fields of generation_config.json that this package knows; others (beams, caches, ...) do not concern it."""
-    known = {field.name for field in fields(SamplingParams)} - {"seed", "stop_token_ids", "ignore_eos"}
+    known = {field.name for field in fields(SamplingParams)} - {
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+    }
     try:
         return SamplingParams(**{name: value for name, value in generation_config.items() if name in known})
     except InputError as error:

@@ -3,6 +3,7 @@
 import codecs
 import json
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -71,16 +72,23 @@ class Tokenizer:
         """Ids → text without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
+    def label(self, token_id: int) -> str:
+        """What to call a token when people look at it alone: its text, or its name where it is special."""
+        return self.decode([token_id]) or self._tokenizer.id_to_token(token_id) or ""
+
     def token_id(self, piece: str) -> int | None:
         """The id of a whole token as it is written in tokenizer.json, None where there is none."""
         return self._tokenizer.token_to_id(piece)
 
-    def render(self, messages: list[Message], thinking: bool | None = None) -> str:
+    def render(
+        self, messages: list[Message], thinking: bool | None = None, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         """A conversation → the prompt text, by the checkpoint's own template.
 
         Args:
             messages: turns with `role` and `content`, in order; `content` may be "".
             thinking: sets the template's `enable_thinking`; None leaves it unset, which is not the same as False.
+            tools: JSON schemas of functions that the model may call, for templates that know them.
 
         Raises:
             InputError: there is no template, the messages are malformed, or the template refuses them.
@@ -93,7 +101,7 @@ class Tokenizer:
         turns = [prepared(turn) for turn in messages]
         try:
             return self._compiled.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=True, **tokens, **options
+                messages=turns, tools=tools, documents=None, add_generation_prompt=True, **tokens, **options
             )
         except Exception as error:  # a template is the checkpoint's program, and may fail in any way
             raise InputError(f"the chat template refuses these messages: {error}") from None
@@ -203,6 +211,35 @@ class Utf8Stream:
     def finish(self) -> str:
         """What a cut left incomplete, as one U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+class StopText:
+    """Watches a text for stop strings as it streams, and holds back what may still become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """More text → what can be shown of it, and whether a stop string has been met; then nothing more may follow."""
+        text = self._held + text
+        met = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if met:
+            self._held = ""
+            return text[: min(met)], True
+        hold = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold], False
+
+    def finish(self) -> str:
+        """What was held back and became no stop string after all."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text are the beginning of the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class ThinkingSplitter:

@@ -327,3 +327,53 @@ def test_thinking_is_dimmed_on_a_terminal(script):
     os.close(other)
     assert b"\x1b[2mc\x1b[0m" in os.read(main, 10_000)
     os.close(main)
+
+
+def test_stop_strings(script, generate):
+    """A stop text may span tokens; nothing of it is shown, and the ids tell all that was made."""
+    for stop, text, tokens in (
+        ("😀", "a", 8),
+        ("a😀b", "", 9),
+        ("b", "a😀", 9),
+        ("zzz", "a😀b", 10),
+        ("c", "a😀b", 10),
+    ):
+        out = json.loads(generate("hi", "--model", script, "--stop", stop, "--json", "--quiet").stdout)
+        assert (out["generated_text"], out["thinking_text"]) == (text, "c")
+        assert len(out["generated_token_ids"]) == tokens
+        assert out["stop_reason"] == ("eos" if tokens == 10 else "stop")
+    done = generate("hi", "--model", script, "--stop", "q", "--stop", "😀", "--quiet")
+    assert done.stdout.decode() == "a\n"
+    failed(generate("hi", "--model", script, "--stop", ""), "stop")
+
+
+def test_hidden_thinking(script, generate):
+    done = generate("hi", "--model", script, "--hide-thinking")
+    assert done.stdout.decode() == "a😀b\n"
+    assert "c" not in done.stderr.decode().splitlines()
+
+
+def test_tools_reach_the_template(tmp_path, generate):
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}|{{ messages[0].content }}"
+    folder = save_scripted(tmp_path / "model", ["Ċ", "a", "b"], template=template)
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "é"}]', encoding="utf-8")
+    options = ["hi", "--model", folder, "--json", "--quiet", "--max-new-tokens", 2]
+    assert json.loads(generate(*options, "--tools", tools).stdout)["rendered_prompt"] == '{"name": "é"}|hi'
+    assert json.loads(generate(*options).stdout)["rendered_prompt"] == "|hi"
+    failed(generate("hi", "--raw", "--model", folder, "--tools", tools), "template", "raw")
+    for bad in ("{}", "[]", "[1]", "[{"):
+        tools.write_text(bad)
+        failed(generate(*options, "--tools", tools), "tools.json")
+
+
+def test_logprobs_in_the_json(script, generate):
+    out = json.loads(generate("hi", "--model", script, "--logprobs", 2, "--json", "--quiet").stdout)
+    assert [entry["token_id"] for entry in out["logprobs"]] == out["generated_token_ids"]
+    assert out["logprobs"][-1]["text"] == "<|im_end|>"
+    for entry in out["logprobs"]:
+        assert entry["logprob"] <= 0
+        assert len(entry["top"]) == 2
+        assert entry["top"][0] == {key: entry[key] for key in ("token_id", "text", "logprob")}  # greedy
+    assert "logprobs" not in json.loads(generate("hi", "--model", script, "--json", "--quiet").stdout)
+    failed(generate("hi", "--model", script, "--logprobs", 2), "--logprobs", "--json")

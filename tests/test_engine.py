@@ -98,7 +98,7 @@ def test_ids_that_cannot_be_looked_up(tiny, ids):
 
 def test_options_that_ids_cannot_take(tiny):
     model, tokenizer = qwen_scratch.load(tiny, device="cpu")
-    for options in ({"system": "x"}, {"thinking": False}):
+    for options in ({"system": "x"}, {"thinking": False}, {"tools": [{}]}):
         with pytest.raises(InputError, match="ids"):
             qwen_scratch.complete(model, tokenizer, IDS, GREEDY, **options)
     with pytest.raises(InputError, match="messages"):
@@ -240,3 +240,19 @@ def test_float16_on_a_cpu_is_remarked_on(tiny):
     for dtype, remarks in ((torch.float16, 1), (torch.bfloat16, 0)):
         model = load_model(tiny, device="cpu", dtype=dtype)
         assert len(qwen_scratch.stream(model, None, IDS, GREEDY).result.notices) == remarks
+
+
+@pytest.mark.parametrize("n", [0, 3, 1000])
+def test_logprobs_are_the_models_own(tiny, n):
+    """Of the plain distribution at each step, whatever penalties and temperature then made of it."""
+    model = load_model(tiny, device="cpu")
+    params = SamplingParams(temperature=1.7, repetition_penalty=1.3, seed=5, max_new_tokens=6, logprobs=n)
+    result = qwen_scratch.complete(model, None, IDS, params)
+    assert [record.token_id for record in result.logprobs] == result.token_ids
+    for step, record in enumerate(result.logprobs):
+        expected = model(torch.tensor([IDS + result.token_ids[:step]]))[0, -1].log_softmax(-1)
+        assert record.logprob == pytest.approx(float(expected[record.token_id]), abs=1e-4)
+        best = expected.topk(min(n, 320))
+        assert [i for i, _ in record.top] == best.indices.tolist()
+        assert [value for _, value in record.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert qwen_scratch.complete(model, None, IDS, GREEDY).logprobs == []

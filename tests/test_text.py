@@ -5,10 +5,12 @@ import random
 
 import pytest
 from builders import TEMPLATE, TEMPLATE_WITH_DEFAULT_SYSTEM, edit_json, save_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from qwen_scratch import InputError, Tokenizer
-from qwen_scratch.text import ThinkingSplitter, Utf8Stream, parse_tool_calls
+from qwen_scratch.text import StopText, ThinkingSplitter, Utf8Stream, parse_tool_calls
 
 HARD_TEXT = "naïve 😀👩‍👩‍👧 漢字 ไทย"
 TEXTS = [
@@ -275,3 +277,35 @@ def test_tool_calls_are_read_as_json():
     )
     assert parse_tool_calls(answer) == [{"name": "add", "arguments": {"a": 1}}]
     assert parse_tool_calls("none") == []
+
+
+@given(
+    st.lists(st.text("ab\n", max_size=4), max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+)
+def test_stop_strings_whatever_the_pieces(pieces, stops):
+    """Any text, cut anywhere, any stop strings: what is shown is the text up to the first one, and never part of one."""
+    watch, shown, stopped = StopText(stops), [], False
+    for piece in pieces:
+        text, stopped = watch.push(piece)
+        shown.append(text)
+        if stopped:
+            break
+    shown.append(watch.finish())
+    whole = "".join(pieces)
+    ends = [whole.find(stop) for stop in stops if stop in whole]
+    assert stopped == bool(ends)
+    if not ends:
+        assert "".join(shown) == whole
+    else:  # one that was complete earlier wins, even where a longer one began before it
+        assert not any(stop in "".join(shown) for stop in stops)
+        assert whole.startswith("".join(shown))
+        assert any(whole[len("".join(shown)) :].startswith(stop) for stop in stops)
+
+
+def test_what_cannot_become_a_stop_string_is_shown_at_once():
+    watch = StopText(["END"])
+    assert watch.push("the E") == ("the ", False)
+    assert watch.push("a") == ("Ea", False)
+    assert watch.push("EN") == ("", False)
+    assert watch.push("D and more") == ("", True)
+    assert watch.finish() == ""
