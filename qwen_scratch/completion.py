@@ -15,6 +15,14 @@ from qwen_scratch.text import Message, StopText, ThinkingSplitter, Tokenizer, ch
 Prompt = str | list[Message] | list[int]
 
 
+class Encoded(NamedTuple):
+    """A prompt, ready for the model."""
+
+    text: str | None  # after the template; None where it came as ids
+    ids: list[int]
+    turn_end: int | None  # what the template closes turns with; None where no template was used
+
+
 class Event(NamedTuple):
     """What one new token adds; `text` is empty while the bytes of a character are not complete."""
 
@@ -176,15 +184,14 @@ def stream(
     Raises:
         InputError: nothing to generate from, or more than the context holds. Before any work is done.
     """
-    rendered, ids = encode_prompt(tokenizer, prompt, raw, system, thinking, tools)
-    return Stream(model, tokenizer, prepare(model, rendered, ids, params or SamplingParams(), max_context))
+    encoded = encode_prompt(tokenizer, prompt, raw, system, thinking, tools)
+    return Stream(model, tokenizer, prepare(model, encoded, params or SamplingParams(), max_context))
 
 
-def prepare(
-    model: Qwen, rendered: str | None, ids: list[int], params: SamplingParams, max_context: int | None
-) -> Completion:
+def prepare(model: Qwen, encoded: Encoded, params: SamplingParams, max_context: int | None) -> Completion:
     """The request with all its values settled, and the result that it will fill."""
     sampler = Sampler(params, model.generation_config)
+    ids = encoded.ids
     check_ids(ids, model.config.vocab_size)
     context = context_limit(model, max_context)
     if len(ids) >= context:
@@ -194,6 +201,8 @@ def prepare(
         )
     new = min(sampler.max_new_tokens, context - len(ids))
     eos = eos_ids(model)
+    if encoded.turn_end is not None and encoded.turn_end not in eos:
+        eos = [*eos, encoded.turn_end]  # a chat fine-tune of a base model often still names only the base's stop id
     request = Request(
         prompt_ids=ids,
         sampler=sampler,
@@ -203,7 +212,7 @@ def prepare(
         logprobs=params.logprobs,
     )
     result = Completion(
-        rendered_prompt=rendered,
+        rendered_prompt=encoded.text,
         eos_token_ids=eos,
         sampling=sampler.values(),
         kv_cache_bytes=(len(ids) + new) * model.config.kv_bytes_per_token(model.dtype),
@@ -248,7 +257,7 @@ def complete_batch(
     a row's numbers may differ in the last bits from the same row alone, as other shapes take other kernels.
     """
     encoded = [encode_prompt(tokenizer, prompt, raw, system, thinking, tools) for prompt in prompts]
-    results = [prepare(model, text, ids, params or SamplingParams(), max_context) for text, ids in encoded]
+    results = [prepare(model, one, params or SamplingParams(), max_context) for one in encoded]
     writers = {id(result.request): Writer(tokenizer, result) for result in results}
     for request, token_id in run(model, [result.request for result in results]) if results else ():
         writers[id(request)].push(token_id)
@@ -262,20 +271,20 @@ def encode_prompt(
     system: str | None,
     thinking: bool | None,
     tools: list[dict[str, Any]] | None,
-) -> tuple[str | None, list[int]]:
-    """Any kind of prompt → its text (None where it came as ids) and its ids."""
+) -> Encoded:
+    """Any kind of prompt → its ids, and what else is known of it."""
     template_wanted = system is not None or thinking is not None or tools is not None
     if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
         if template_wanted:
             raise InputError("system text, thinking switch and tools need a prompt of text or messages, not of ids")
-        return None, list(prompt)  # type: ignore[arg-type]  # checked one by one above
+        return Encoded(None, list(prompt), None)  # type: ignore[arg-type]  # checked one by one above
     if tokenizer is None:
         raise InputError("without a tokenizer the prompt must be a list of token ids")
     if isinstance(prompt, str):
         if raw or (tokenizer.template is None and not template_wanted):
             if template_wanted:
                 raise InputError("system text, thinking switch and tools need the chat template, which raw leaves out")
-            return prompt, tokenizer.encode(prompt)
+            return Encoded(prompt, tokenizer.encode(prompt), None)
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
         check_messages(prompt)
@@ -287,7 +296,7 @@ def encode_prompt(
             raise InputError("the messages already begin with a system turn; give only one")
         messages = [{"role": "system", "content": system}, *messages]
     rendered = tokenizer.render(messages, thinking, tools)
-    return rendered, tokenizer.encode(rendered)
+    return Encoded(rendered, tokenizer.encode(rendered), tokenizer.turn_end)
 
 
 def context_limit(model: Qwen, max_context: int | None) -> int:

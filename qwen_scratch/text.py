@@ -106,6 +106,18 @@ class Tokenizer:
         except Exception as error:  # a template is the checkpoint's program, and may fail in any way
             raise InputError(f"the chat template refuses these messages: {error}") from None
 
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token with which the template closes an assistant's turn, `<|im_end|>` in a Qwen; None: cannot tell."""
+        answer = "an answer that no template contains"
+        turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._compiled.render(messages=turns, tools=None, documents=None, add_generation_prompt=False)
+        except Exception:  # a template that wants other turns
+            return None
+        behind = self.encode(text.rpartition(answer)[2])
+        return behind[0] if behind and behind[0] in self.special_ids else None
+
     def require_template(self) -> None:
         if self.template is None:
             raise InputError(

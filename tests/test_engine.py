@@ -256,3 +256,18 @@ def test_logprobs_are_the_models_own(tiny, n):
         assert [i for i, _ in record.top] == best.indices.tolist()
         assert [value for _, value in record.top] == pytest.approx(best.values.tolist(), abs=1e-4)
     assert qwen_scratch.complete(model, None, IDS, GREEDY).logprobs == []
+
+
+def test_chat_also_stops_where_the_template_ends_a_turn(tmp_path):
+    """A chat fine-tune that kept the base model's stop id must not run on into an invented next turn."""
+    folder = save_scripted(tmp_path / "m", ["Ċ", "a", "<|im_end|>", "b", "c", "<|endoftext|>"])
+    model, tokenizer = qwen_scratch.load(folder, device="cpu")
+    base, end = tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|im_end|>")
+    model.generation_config = {"eos_token_id": base}
+    params = SamplingParams(temperature=0, max_new_tokens=5)
+    chat = qwen_scratch.complete(model, tokenizer, "hi", params)
+    assert (chat.text, chat.stop_reason, chat.eos_token_ids) == ("a", "eos", [base, end])
+    raw = qwen_scratch.complete(model, tokenizer, "hi\n", params, raw=True)
+    assert (raw.text, raw.stop_reason, raw.eos_token_ids) == ("abc", "eos", [base])
+    on = qwen_scratch.complete(model, tokenizer, "hi", SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True))
+    assert (on.text, on.stop_reason) == ("abc", "length")

@@ -43,6 +43,10 @@ def test_published_ids(ours):
     assert ours.encode("What's for lunch today?") == [3838, 594, 369, 15786, 3351, 30]
 
 
+def test_what_closes_a_turn(ours):
+    assert ours.turn_end == 151645
+
+
 TEXTS = [
     "Hello, world!", "1234567", "->(x):\n    return x\r\n", "\ttabs  and   blanks\n\n\n", "naïve café", "cafe\u0301", "😀👩‍👩‍👧",
     "漢字かな交じり文", "ภาษาไทย", "עברית العربية", "x" * 300, "", " ", "<|im_end|>.<|im_end|>", "a<think>b</think>c", "Ünïcödé",

@@ -309,3 +309,15 @@ def test_what_cannot_become_a_stop_string_is_shown_at_once():
     assert watch.push("EN") == ("", False)
     assert watch.push("D and more") == ("", True)
     assert watch.finish() == ""
+
+
+def test_what_closes_a_turn(tmp_path, tokenizer):
+    assert tokenizer.turn_end == tokenizer.token_id("<|im_end|>")
+    for template in (
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+        "x",
+        "{% if %}",
+    ):
+        save_tokenizer(tmp_path, template)
+        assert Tokenizer(tmp_path).turn_end is None
