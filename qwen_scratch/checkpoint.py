@@ -125,6 +125,8 @@ def read_headers(files: list[Path]) -> dict[str, list[Stored]]:
         try:
             with safe_open(file, framework="pt") as shard:
                 for key in shard.keys():  # noqa: SIM118 (not a dict)
+                    if key.endswith("rotary_emb.inv_freq"):
+                        continue  # old files store the RoPE frequencies, which follow from the config
                     part = shard.get_slice(key)
                     tensors[parameter_name(key)].append(Stored(file, key, part.get_shape(), part.get_dtype()))
         except (SafetensorError, OSError) as error:
@@ -187,8 +189,6 @@ def read_tensors(
     opened: Path | None = None
     shard: Any = None
     for name, (place, *_) in tensors.items():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
         copied = device.type != "cpu" or dtype not in (None, FLOATS[place.dtype])
         if opened != place.file or copied:
             opened, shard = place.file, safe_open(place.file, framework="pt", device=str(device))
@@ -216,7 +216,7 @@ def refuse_misfits(folder: Path, tensors: dict[str, list[Stored]], wanted: dict[
             f"{folder} has no lm_head.weight although config.json does not tie the head to the embedding; "
             "this looks like an embedding or backbone checkpoint, which cannot generate text"
         )
-    unexpected = [name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq")]
+    unexpected = [name for name in tensors if name not in wanted]
     duplicate = [name for name, places in tensors.items() if len(places) > 1]
     misshapen = [
         f"{name} {places[0].shape} instead of {wanted[name]}"

@@ -10,7 +10,8 @@ from qwen_scratch.engine import Request, TokenLogprobs, check_ids, run
 from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler, SamplingParams
-from qwen_scratch.text import Message, StopText, ThinkingSplitter, Tokenizer, check_messages
+from qwen_scratch.streaming import StopText, ThinkingSplitter
+from qwen_scratch.text import Message, Tokenizer, check_messages
 
 Prompt = str | list[Message] | list[int]
 
@@ -244,20 +245,16 @@ def complete_batch(
     tokenizer: Tokenizer | None,
     prompts: Sequence[Prompt],
     params: SamplingParams | None = None,
-    *,
-    raw: bool = False,
-    system: str | None = None,
-    thinking: bool | None = None,
-    tools: list[dict[str, Any]] | None = None,
-    max_context: int | None = None,
+    **options: Any,
 ) -> list[Completion]:
     """Answer several prompts side by side, in their order; the options are `stream`'s and hold for all of them.
 
     Rows keep their own positions, generators and ends. In float32 each gives the ids that it gives alone; in half precision
     a row's numbers may differ in the last bits from the same row alone, as other shapes take other kernels.
     """
-    encoded = [encode_prompt(tokenizer, prompt, raw, system, thinking, tools) for prompt in prompts]
-    results = [prepare(model, one, params or SamplingParams(), max_context) for one in encoded]
+    results = [
+        stream(model, tokenizer, prompt, params, **options).result for prompt in prompts
+    ]  # prepared, not yet run
     writers = {id(result.request): Writer(tokenizer, result) for result in results}
     for request, token_id in run(model, [result.request for result in results]) if results else ():
         writers[id(request)].push(token_id)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from qwen_scratch import InputError, Tokenizer
-from qwen_scratch.text import StopText, ThinkingSplitter, Utf8Stream, parse_tool_calls
+from qwen_scratch.streaming import StopText, ThinkingSplitter, Utf8Stream
+from qwen_scratch.text import parse_tool_calls
 
 HARD_TEXT = "naïve 😀👩‍👩‍👧 漢字 ไทย"
 TEXTS = [
