@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from qwen_scratch.cache import KVCache
     from qwen_scratch.completion import Completion, Event, Stream, complete, complete_batch, stream
     from qwen_scratch.config import QwenConfig
+    from qwen_scratch.conversation import Conversation
     from qwen_scratch.loading import load, load_model
     from qwen_scratch.model import Qwen
     from qwen_scratch.sampling import SamplingParams
     from qwen_scratch.text import Tokenizer
 
 __all__ = [
-    "Completion", "Event", "InputError", "KVCache", "Qwen", "QwenConfig", "SamplingParams", "Stream", "Tokenizer",
+    "Completion", "Conversation", "Event", "InputError", "KVCache", "Qwen", "QwenConfig", "SamplingParams", "Stream", "Tokenizer",
     "complete", "complete_batch", "load", "load_model", "stream",
 ]  # fmt: skip
 
@@ -26,6 +27,7 @@ _ROOMS = {
     "cache": ["KVCache"],
     "completion": ["Completion", "Event", "Stream", "complete", "complete_batch", "stream"],
     "config": ["QwenConfig"],
+    "conversation": ["Conversation"],
     "loading": ["load", "load_model"],
     "model": ["Qwen"],
     "sampling": ["SamplingParams"],

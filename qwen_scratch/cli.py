@@ -76,6 +76,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_template_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chat template")
+    group.add_argument(
+        "--system", metavar="TEXT", help='system turn; "" is an empty one, left out is the template\'s own'
+    )
+    thinking = group.add_mutually_exclusive_group()
+    thinking.add_argument(
+        "--thinking", action="store_true", default=None, help="the template's switch, for models that have one"
+    )
+    thinking.add_argument(
+        "--no-thinking", action="store_false", dest="thinking", help="have the template close thinking at once"
+    )
+    group.add_argument(
+        "--literal-specials",
+        action="store_true",
+        help="what the prompt spells like a control token, <|im_end|> say, is plain text; default: that token",
+    )
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (what is not given comes from generation_config.json, else greedy)")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 512")
@@ -105,17 +124,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop-token-id", type=int, metavar="N", action="append", default=[], help="stop here too; repeatable"
     )
-    group.add_argument(
-        "--logprobs", type=int, metavar="N", help="with --json: each token's log probability and the N likeliest"
-    )
     group.add_argument("--ignore-eos", action="store_true", help="run on past the model's own stop ids")
 
 
-def sampling_params(args: argparse.Namespace) -> "SamplingParams":
+def sampling_params(args: argparse.Namespace, logprobs: int | None = None) -> "SamplingParams":
     from qwen_scratch.sampling import SamplingParams
 
-    if args.logprobs is not None and not args.json:
-        raise InputError("--logprobs shows only with --json; give both")
     if args.greedy:
         for name in ("temperature", "top_k", "top_p", "min_p"):
             if getattr(args, name) is not None:
@@ -133,7 +147,7 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
         stop=tuple(args.stop),
         stop_token_ids=tuple(args.stop_token_id),
         ignore_eos=args.ignore_eos,
-        logprobs=args.logprobs,
+        logprobs=logprobs,
     )
 
 
@@ -165,17 +179,22 @@ def read_prompt(args: argparse.Namespace) -> Any:
             "with --prompt-file or with --messages"
         )
     if args.messages is not None:
-        messages = read_json_file(args.messages)
-        if isinstance(messages, dict):
-            messages = messages.get("messages")
-        if not isinstance(messages, list) or not messages or any(isinstance(turn, int) for turn in messages):
-            raise InputError(f"{args.messages} must hold a list of messages, each with role and content")
-        return messages
+        return read_messages(args.messages)
     if args.prompt is not None and args.prompt != "-":
         return args.prompt
     text = read_file(args.prompt_file) if args.prompt_file is not None else read_stdin()
     # A text file ends in a line break that is nobody's question.
     return text if args.raw else text.removesuffix("\n").removesuffix("\r")
+
+
+def read_messages(path: str) -> list[dict[str, Any]]:
+    """A conversation from a JSON file: a list of messages, or an object around one."""
+    messages = read_json_file(path)
+    if isinstance(messages, dict):
+        messages = messages.get("messages")
+    if not isinstance(messages, list) or not messages or any(isinstance(turn, int) for turn in messages):
+        raise InputError(f"{path} must hold a list of messages, each with role and content")
+    return messages
 
 
 def read_tools(path: str | None) -> list[dict[str, Any]] | None:

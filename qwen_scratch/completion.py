@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qwen_scratch.cache import KVCache
 from qwen_scratch.engine import Request, TokenLogprobs, check_ids, run
 from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler, SamplingParams
 from qwen_scratch.streaming import StopText, ThinkingSplitter
-from qwen_scratch.text import Message, Tokenizer, check_messages
+from qwen_scratch.template import Message, prepared
+from qwen_scratch.text import Tokenizer
 
 Prompt = str | list[Message] | list[int]
 
@@ -44,6 +46,7 @@ class Completion:
     request: Request
     text: str = ""  # the answer, without thinking and special tokens
     thinking: str = ""
+    reused_tokens: int = 0  # of the prompt: their keys and values were in the cache already, from an earlier turn
     notices: list[str] = field(default_factory=list)  # what was done otherwise than asked, for people to read
 
     @property
@@ -135,10 +138,12 @@ class Writer:
 class Stream:
     """Iterate for events; `result` is complete once the iteration has ended."""
 
-    def __init__(self, model: Qwen, tokenizer: Tokenizer | None, result: Completion) -> None:
+    def __init__(
+        self, model: Qwen, tokenizer: Tokenizer | None, result: Completion, cache: KVCache | None = None
+    ) -> None:
         self.result = result
         self._writer = Writer(tokenizer, result)
-        self._events = self._run(model)
+        self._events = self._run(model, cache)
 
     def __iter__(self) -> Iterator[Event]:
         return self
@@ -154,8 +159,8 @@ class Stream:
         self.result.request.stop_reason = "interrupted"
         return self._writer.cut()
 
-    def _run(self, model: Qwen) -> Generator[Event, None, None]:
-        for _, token_id in run(model, [self.result.request]):
+    def _run(self, model: Qwen, cache: KVCache | None) -> Generator[Event, None, None]:
+        for _, token_id in run(model, [self.result.request], cache):
             yield from self._writer.push(token_id)
 
 
@@ -169,6 +174,7 @@ def stream(
     system: str | None = None,
     thinking: bool | None = None,
     tools: list[dict[str, Any]] | None = None,
+    literal_specials: bool = False,
     max_context: int | None = None,
 ) -> Stream:
     """Generate, and yield each token's text as soon as it is known.
@@ -180,12 +186,14 @@ def stream(
         system: a system turn in front; None: whatever the template does without one; "": an empty one.
         thinking: the template's switch; None: its default.
         tools: JSON schemas of functions, for the template; calls in the answer: `parse_tool_calls(result.text)`.
+        literal_specials: what the prompt spells like a control token (`<|im_end|>`) is plain text; by default, as in the
+            reference, it is that token.
         max_context: fewer positions than the model has, to bound the cache.
 
     Raises:
         InputError: nothing to generate from, or more than the context holds. Before any work is done.
     """
-    encoded = encode_prompt(tokenizer, prompt, raw, system, thinking, tools)
+    encoded = encode_prompt(tokenizer, prompt, raw, system, thinking, tools, literal_specials)
     return Stream(model, tokenizer, prepare(model, encoded, params or SamplingParams(), max_context))
 
 
@@ -264,12 +272,13 @@ def complete_batch(
 def encode_prompt(
     tokenizer: Tokenizer | None,
     prompt: Prompt,
-    raw: bool,
-    system: str | None,
-    thinking: bool | None,
-    tools: list[dict[str, Any]] | None,
+    raw: bool = False,
+    system: str | None = None,
+    thinking: bool | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    literal_specials: bool = False,
 ) -> Encoded:
-    """Any kind of prompt → its ids, and what else is known of it."""
+    """Any kind of prompt → its ids, and what else is known of it. The options are `stream`'s."""
     template_wanted = system is not None or thinking is not None or tools is not None
     if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
         if template_wanted:
@@ -281,19 +290,21 @@ def encode_prompt(
         if raw or (tokenizer.template is None and not template_wanted):
             if template_wanted:
                 raise InputError("system text, thinking switch and tools need the chat template, which raw leaves out")
-            return Encoded(prompt, tokenizer.encode(prompt), None)
-        messages: list[Message] = [{"role": "user", "content": prompt}]
-    else:
-        check_messages(prompt)
-        messages = prompt  # type: ignore[assignment]  # a list that is not of ids
-        if raw:
-            raise InputError("messages need the chat template, which raw leaves out")
+            return Encoded(prompt, tokenizer.encode(prompt, literal_specials), None)
+        prompt = [{"role": "user", "content": prompt}]
+    elif raw:
+        raise InputError("messages need the chat template, which raw leaves out")
+    messages: list[Message] = prepared(prompt)
     if system is not None:
         if messages[0]["role"] == "system":
             raise InputError("the messages already begin with a system turn; give only one")
         messages = [{"role": "system", "content": system}, *messages]
-    rendered = tokenizer.render(messages, thinking, tools)
-    return Encoded(rendered, tokenizer.encode(rendered), tokenizer.turn_end)
+    if literal_specials:
+        text, ids = tokenizer.render_literally(messages, thinking, tools)
+    else:
+        text = tokenizer.render(messages, thinking, tools)
+        ids = tokenizer.encode(text)
+    return Encoded(text, ids, tokenizer.turn_end)
 
 
 def context_limit(model: Qwen, max_context: int | None) -> int:

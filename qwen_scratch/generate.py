@@ -5,6 +5,7 @@ import sys
 from time import perf_counter
 
 from qwen_scratch import cli
+from qwen_scratch.errors import InputError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,23 +23,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
     parser.add_argument("--messages", metavar="FILE.json", help="a whole conversation: a list of {role, content}")
-    parser.add_argument(
-        "--system", metavar="TEXT", help='system turn; "" is an empty one, left out is the template\'s own'
-    )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    thinking = parser.add_mutually_exclusive_group()
-    thinking.add_argument(
-        "--thinking", action="store_true", default=None, help="the template's switch, for models that have one"
-    )
-    thinking.add_argument(
-        "--no-thinking", action="store_false", dest="thinking", help="have the template close thinking at once"
-    )
     parser.add_argument("--tools", metavar="FILE.json", help="functions the model may call, handed to the template")
+    cli.add_template_options(parser)
     cli.add_model_options(parser)
     cli.add_sampling_options(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--hide-thinking", action="store_true", help="do not show the thinking (it stays in the JSON)")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the stream")
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: each token's log probability and the N likeliest"
+    )
     group.add_argument("--quiet", action="store_true", help="nothing but the answer and errors")
     return parser
 
@@ -47,7 +42,9 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     prompt = cli.read_prompt(args)
     tools = cli.read_tools(args.tools)
-    params = cli.sampling_params(args)
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs shows only with --json; give both")
+    params = cli.sampling_params(args, args.logprobs)
 
     start = perf_counter()
     model, tokenizer = cli.load_from_options(args)
@@ -67,11 +64,16 @@ def main(argv: list[str]) -> int:
         system=args.system,
         thinking=args.thinking,
         tools=tools,
+        literal_specials=args.literal_specials,
         max_context=args.max_context,
     )
     result = running.result
     if not args.quiet:
-        for line in (output.model_line(args.model, model, result), output.sampling_line(result), *result.notices):
+        for line in (
+            output.model_line(args.model, model, result.kv_cache_bytes),
+            output.sampling_line(result.sampling),
+            *result.notices,
+        ):
             print(line, file=sys.stderr)
     code = (
         output.drain(running)

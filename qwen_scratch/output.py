@@ -12,7 +12,8 @@ import torch
 from qwen_scratch.cli import ANSWERED, INTERRUPTED
 from qwen_scratch.completion import Completion, Stream
 from qwen_scratch.model import Qwen
-from qwen_scratch.text import Tokenizer, parse_tool_calls
+from qwen_scratch.template import parse_tool_calls
+from qwen_scratch.text import Tokenizer
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -71,25 +72,26 @@ def drain(running: Stream) -> int:
         return INTERRUPTED
 
 
-def model_line(ref: str, model: Qwen, result: Completion) -> str:
+def model_line(ref: str, model: Qwen, kv_cache_bytes: int | None = None) -> str:
     weights = model.config.num_parameters * model.dtype.itemsize
     yarn = f"YaRN x{model.config.yarn.factor:g} (on for every length), " if model.config.yarn else ""
     return (
         f"{ref}: {model.config.model_type}, {model.config.num_parameters:,} parameters, {yarn}"
-        f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB, "
-        f"KV cache {mib(result.kv_cache_bytes)} MiB"
+        f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB"
+        + (f", KV cache {mib(kv_cache_bytes)} MiB" if kv_cache_bytes is not None else "")
     )
 
 
-def sampling_line(result: Completion) -> str:
-    values = {name: value for name, value in result.sampling.items() if value is not None}
-    return "sampling: " + ", ".join(f"{name} {value}" for name, value in values.items())
+def sampling_line(sampling: dict[str, Any]) -> str:
+    return "sampling: " + ", ".join(f"{name} {value}" for name, value in sampling.items() if value is not None)
 
 
 def speed_line(result: Completion) -> str:
     speed = result.decode_tokens_per_s
     return (
-        f"{len(result.prompt_ids)} prompt tokens, first token after {result.ttft_s:.2f} s, "
+        f"{len(result.prompt_ids)} prompt tokens"
+        + (f" ({result.reused_tokens} reused)" if result.reused_tokens else "")
+        + f", first token after {result.ttft_s:.2f} s, "
         f"{len(result.token_ids)} new tokens"
         + (f" at {speed:.1f} tokens/s" if speed else "")
         + f", stopped by {result.stop_reason}"

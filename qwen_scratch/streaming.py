@@ -30,10 +30,12 @@ class StopText:
     def push(self, text: str) -> tuple[str, bool]:
         """More text → what can be shown of it, and whether a stop string has been met; then nothing more may follow."""
         text = self._held + text
-        met = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = ((text.find(stop), stop) for stop in self._stops)
+        # The one that is complete first, and of several the longest: so it is all the same how the text was cut.
+        met = [(at + len(stop), at) for at, stop in found if at >= 0]
         if met:
             self._held = ""
-            return text[: min(met)], True
+            return text[: min(met)[1]], True
         hold = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False

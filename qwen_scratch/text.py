@@ -1,21 +1,18 @@
-"""Text ↔ token ids, and conversations → prompts."""
+"""Text ↔ token ids."""
 
 import json
 import re
-from datetime import datetime
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen_scratch.checkpoint import read_json
 from qwen_scratch.errors import InputError
-
-Message = dict[str, Any]
+from qwen_scratch.template import Message, prepared, read_template, template_environment
 
 
 class Tokenizer:
@@ -40,18 +37,30 @@ class Tokenizer:
         settings = self.folder / "tokenizer_config.json"
         self.settings = read_json(settings) if settings.exists() else {}
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.template = read_template(self.folder, self.settings)
 
-    def encode(self, text: str) -> list[int]:
-        """Text → ids. Every added token in it (`<|im_end|>`, `<think>`) is matched whole, wherever the text comes from."""
+    def encode(self, text: str, literal: bool = False) -> list[int]:
+        """Text → ids.
+
+        Every added token in it (`<|im_end|>`, `<think>`) is matched whole, wherever the text comes from, as in the
+        reference; with `literal` none is, and `<|im_end|>` is just these ten characters.
+        """
+        return self._encoding(text, self._without_added_tokens if literal else self._tokenizer).ids
+
+    def _encoding(self, text: str, tokenizer: tokenizers.Tokenizer) -> tokenizers.Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, or a byte of the command line that is no UTF-8
             raise InputError(
                 f"the text is not valid Unicode at character {error.start}: {text[error.start]!r}"
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _without_added_tokens(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(json.dumps(json.loads(self._tokenizer.to_str()) | {"added_tokens": []}))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for special tokens and for ids that no token has.
@@ -92,17 +101,43 @@ class Tokenizer:
             InputError: there is no template, the messages are malformed, or the template refuses them.
         """
         self.require_template()
-        check_messages(messages)
+        turns = prepared(messages)
         tokens = {name: text_of(value) for name, value in self.settings.items() if name.endswith("_token") and value}
         tokens = {name: text for name, text in tokens.items() if text is not None}
         options = {} if thinking is None else {"enable_thinking": thinking}
-        turns = [prepared(turn) for turn in messages]
         try:
             return self._compiled.render(
                 messages=turns, tools=tools, documents=None, add_generation_prompt=True, **tokens, **options
             )
         except Exception as error:  # a template is the checkpoint's program, and may fail in any way
             raise InputError(f"the chat template refuses these messages: {error}") from None
+
+    def render_literally(
+        self, messages: list[Message], thinking: bool | None = None, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[int]]:
+        """As `render`, but return the ids as well, in which only the template's own control tokens are ones.
+
+        What the messages say that looks like a control token is encoded as plain text, so that pasted text can end no turn
+        and open none. In an assistant's turns this holds for special tokens; its tags (`<think>`) keep their meaning.
+        """
+        turns = prepared(messages)
+        everything = json.dumps([turns, tools], ensure_ascii=False, default=str)
+        mark = next(character for character in NONCHARACTERS if character not in everything)
+        every = self.added_tokens.values()
+        special = [self.added_tokens[i] for i in self.special_ids]
+        turns = [
+            broken(turn, special if turn["role"] == "assistant" else every, mark) | {"role": turn["role"]}
+            for turn in turns
+        ]
+        marked = self.render(turns, thinking, broken(tools, every, mark))
+        ids, done = [], 0
+        found = self._encoding(marked, self._tokenizer)
+        for token_id, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if token_id in self.added_tokens:  # one of the template's own: all between two of them is plain text
+                ids += [*self.encode(marked[done:start].replace(mark, ""), literal=True), token_id]
+                done = end
+        ids += self.encode(marked[done:].replace(mark, ""), literal=True)
+        return marked.replace(mark, ""), ids
 
     @cached_property
     def turn_end(self) -> int | None:
@@ -143,80 +178,19 @@ def byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = byte_alphabet()
+NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode keeps these for programs' own use
 
 
-def read_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja comes before tokenizer_config.json, whose older form is a list of named templates."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{file} cannot be read: {error}") from None
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise InputError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text, not {template!r:.60}")
-    return template
-
-
-def template_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as `transformers` sets it up for chat templates: sandboxed, with its whitespace rules and helpers."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes HTML characters
-
-    extensions = [loopcontrols, GenerationTag]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what training should learn from; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own form)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def prepared(turn: Message) -> Message:
-    """As the reference hands a turn to a template: no keys without a value, and past thinking under every known name."""
-    turn = {key: value for key, value in turn.items() if value is not None}
-    thought = next((turn[name] for name in ("reasoning_content", "thinking", "reasoning") if name in turn), None)
-    return turn if thought is None else {"thinking": thought, **turn, "reasoning_content": thought}
+def broken(value: Any, tokens: Iterable[str], mark: str) -> Any:
+    """A value of JSON's kinds, with a mark in the middle of every token that a text in it spells."""
+    if isinstance(value, str):
+        pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+        return re.sub(pattern, lambda token: token[0][0] + mark + token[0][1:], value) if pattern else value
+    if isinstance(value, dict):
+        return {key: broken(inner, tokens, mark) for key, inner in value.items()}
+    return [broken(inner, tokens, mark) for inner in value] if isinstance(value, list) else value
 
 
 def text_of(token: Any) -> str | None:
     """tokenizer_config.json writes a token as a string or as an object around one."""
     return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
-
-
-def check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise InputError("messages must be a list of at least one turn")
-    for n, turn in enumerate(messages):
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise InputError(f"message {n} must be an object with a role and a content, not {turn!r:.80}")
-
-
-def parse_tool_calls(answer: str) -> list[dict[str, Any]]:
-    """The calls that an answer makes as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; broken ones are left out."""
-    calls = []
-    for body in re.findall(r"<tool_call>(.*?)</tool_call>", answer, re.DOTALL):
-        try:
-            call = json.loads(body)
-        except ValueError:
-            continue
-        if isinstance(call, dict):
-            calls.append(call)
-    return calls

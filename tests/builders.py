@@ -1,6 +1,8 @@
 """Small real checkpoints for the tests: every parameter random, norms and biases included."""
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -107,21 +109,28 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE, vocab: int = 3
 
 
 def save_scripted(
-    folder: Path, after: list[str], template: str | None = TEMPLATE, loop: bool = False, **changes
+    folder: Path,
+    after: list[str],
+    template: str | None = TEMPLATE,
+    loop: bool = False,
+    circle: Sequence[str] = (),
+    **changes,
 ) -> Path:
     """A real checkpoint that says a fixed sequence of distinct tokens: each token's only effect is to call the next.
+
+    `loop` closes it to a circle; `circle` is a second sequence, without an end.
 
     Its layers add nothing to the residual stream, and the head row of each token in `after` (as tokenizer.json
     writes them) answers to the embedding of the token before it. The first is what the prompt must end with.
     """
     tokenizer = save_tokenizer(folder, template)
-    ids = [tokenizer.token_to_id(piece) for piece in after]
-    assert None not in ids, after
-    assert len(set(ids)) == len(ids), "each token can have only one successor"
+    ids, round_ids = ([tokenizer.token_to_id(piece) for piece in pieces] for pieces in (after, circle))
+    assert None not in ids + round_ids, (after, circle)
+    assert len(set(ids + round_ids)) == len(ids + round_ids), "each token can have only one successor"
     sizes = {"vocab_size": 320, "hidden_size": 256, "tie_word_embeddings": False, "num_hidden_layers": 2}
     sizes["max_position_embeddings"] = 4096
     model = randomize(Qwen3ForCausalLM(tiny_config("qwen3", **sizes | changes)), scale=1.0)
-    pairs = list(zip(ids, ids[1:] + ids[:1] if loop else ids[1:], strict=False))
+    pairs = [*pairwise(ids + ids[: int(loop)]), *pairwise(round_ids + round_ids[:1])]
     with torch.no_grad():
         model.model.norm.weight.fill_(1)
         for layer in model.model.layers:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qwen_scratch import InputError, Tokenizer
 from qwen_scratch.streaming import StopText, ThinkingSplitter, Utf8Stream
-from qwen_scratch.text import parse_tool_calls
+from qwen_scratch.template import parse_tool_calls
 
 HARD_TEXT = "naïve 😀👩‍👩‍👧 漢字 ไทย"
 TEXTS = [
