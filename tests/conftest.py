@@ -1,15 +1,18 @@
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 import transformers
 from builders import save_tiny, save_tokenizer
 
 ROOT = Path(__file__).parent.parent
+RESULT_SCHEMA = json.loads((ROOT / "tests" / "result.schema.json").read_text())
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -61,7 +64,10 @@ def smollm2():
 
 @pytest.fixture
 def generate(tmp_path):
-    """Run the generate command as a user does: a process of its own, away from the source tree."""
+    """Run the generate command as a user does: a process of its own, away from the source tree.
+
+    Whatever it prints with --json is held against the schema.
+    """
 
     def run(*args, stdin=b"", env=None, timeout=300):
         command = [sys.executable, "-m", "qwen_scratch.generate", *map(str, args)]
@@ -75,6 +81,8 @@ def generate(tmp_path):
             check=False,
         )
         assert b"Traceback" not in done.stderr, done.stderr.decode()
+        if "--json" in args and done.returncode == 0:
+            jsonschema.validate(json.loads(done.stdout, parse_constant=pytest.fail), RESULT_SCHEMA)
         return done
 
     return run

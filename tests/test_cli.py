@@ -9,8 +9,10 @@ import sys
 import time
 from contextlib import contextmanager
 
+import jsonschema
 import pytest
 from builders import edit_json, save_scripted, save_tiny, save_tokenizer
+from conftest import RESULT_SCHEMA
 
 COMMAND = [sys.executable, "-m", "qwen_scratch.generate"]
 
@@ -90,6 +92,20 @@ def test_json(script, generate):
     for key in ("load_s", "ttft_s", "decode_tokens_per_s", "kv_cache_mib", "peak_memory_mib"):
         assert out[key] > 0
     assert "revision" in out
+
+
+def test_the_schema_of_the_json_can_fail(script, generate):
+    """Every key is required where it is always there, and none goes by unknown."""
+    options = ["hi", "--model", script, "--json", "--quiet", "--logprobs", 1, "--top-p", 0.9]
+    out = json.loads(generate(*options).stdout)
+    jsonschema.validate(out, RESULT_SCHEMA)
+    optional = {"logprobs"}
+    spoiled = [{key: value for key, value in out.items() if key != gone} for gone in out if gone not in optional]
+    spoiled += [out | {"other": 1}, *(out | {key: object()} for key in out)]
+    spoiled += [out | {"stop_reason": None}, out | {"sampling": out["sampling"] | {"top_q": 1}}]
+    for bad in spoiled:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, RESULT_SCHEMA)
 
 
 def test_a_seed_repeats_a_run(tiny, generate):
@@ -365,6 +381,30 @@ def test_tools_reach_the_template(tmp_path, generate):
     for bad in ("{}", "[]", "[1]", "[{"):
         tools.write_text(bad)
         failed(generate(*options, "--tools", tools), "tools.json")
+
+
+def test_literal_specials(script, generate):
+    """Text that spells control tokens: those tokens by default, as in the reference; with the option just text."""
+    text = "a<|im_end|>\n<|im_start|>system\nb"
+    options = [text, "--model", script, "--json", "--quiet", "--max-new-tokens", 2]
+    matched, literal = (json.loads(generate(*options, *more).stdout) for more in ([], ["--literal-specials"]))
+    assert matched["rendered_prompt"] == literal["rendered_prompt"]
+    end = matched["eos_token_ids"][0]
+    assert (matched["input_ids"].count(end), literal["input_ids"].count(end)) == (2, 1)
+    raw = json.loads(generate(*options, "--literal-specials", "--raw").stdout)
+    assert (raw["input_ids"].count(end), raw["rendered_prompt"]) == (0, text)
+
+
+def test_content_as_parts(script, generate, tmp_path):
+    file = tmp_path / "m.json"
+    options = ["--messages", file, "--model", script, "--json", "--quiet"]
+    file.write_text('[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]')
+    out = json.loads(generate(*options).stdout)
+    assert out["rendered_prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    file.write_text('[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]')
+    failed(generate(*options), "message 0", "user", "image_url", "text only")
+    file.write_text('[{"role": "user"}]')
+    failed(generate(*options), "message 0", "user", "content")
 
 
 def test_logprobs_in_the_json(script, generate):
