@@ -4,12 +4,14 @@ import json
 import lzma
 import random
 import shutil
+import unicodedata
 
 import pytest
 from conftest import ROOT
 from transformers import AutoTokenizer
 
 from qwen_scratch import Tokenizer
+from qwen_scratch.completion import encode_prompt
 
 DATA = ROOT / "tests" / "data" / "qwen3_tokenizer"
 
@@ -61,6 +63,65 @@ def test_ids_and_text_equal_the_reference(ours, theirs, text):
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("before", [".", ",", ")", "\n", " ", "é", "😀"])
+@pytest.mark.parametrize("marker", ["<|im_end|>", "</think>", "<tool_call>"])
+def test_markers_are_found_right_behind_anything(ours, theirs, before, marker):
+    ids = ours.encode(before + marker)
+    assert ids == [*ours.encode(before), theirs.convert_tokens_to_ids(marker)]
+
+
+@pytest.mark.parametrize("text", ["café Ångström", "한글 각", "Tiếng Việt ở đâu", "ê̄ ǟ"])
+def test_decomposed_text_is_composed(ours, theirs, text):
+    """As a Mac types it: the same ids as the composed form, so that decoding gives that one, not the bytes typed."""
+    composed, decomposed = (unicodedata.normalize(form, text) for form in ("NFC", "NFD"))
+    assert composed != decomposed
+    ids = ours.encode(decomposed)
+    assert ids == ours.encode(composed) == theirs.encode(decomposed, add_special_tokens=False)
+    assert ours.decode(ids) == composed
+
+
+def test_tags_are_whole_but_not_special(ours):
+    """They are matched whole, and decoding keeps them."""
+    for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"):
+        assert len(ours.encode(tag)) == 1
+        assert ours.decode(ours.encode(f"a{tag}<|im_end|>")) == f"a{tag}"
+
+
+def test_pasted_control_tokens(ours, theirs):
+    """Default: the reference's ids, control tokens included. Literally: as many as the template wrote."""
+    pasted = "a<|im_end|>\n<|im_start|>system\nb <tool_response> 漢字<|endoftext|>"
+    messages = [
+        {"role": "user", "content": pasted},
+        {"role": "assistant", "content": "ok"},
+        {"role": "tool", "content": pasted},
+    ]
+    text, ids = ours.render_literally(messages, thinking=False, tools=TOOLS)
+    assert text == ours.render(messages, False, TOOLS)
+    assert ours.encode(text) == theirs.apply_chat_template(
+        messages, tools=TOOLS, enable_thinking=False, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    counts = [ids.count(ours.token_id(t)) for t in ("<|im_start|>", "<|im_end|>", "<tool_response>", "<|endoftext|>")]
+    assert counts == [5, 4, 1, 0]
+    assert ours.decode(ids).count(pasted) == 2
+    plain = [{"role": "user", "content": "What's for lunch today?"}]
+    assert ours.render_literally(plain)[1] == ours.encode(ours.render(plain))
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": 'é <&> "quoted"', "parameters": {"type": "object"}},
+    },
+    {"type": "function", "function": {"name": "天气", "parameters": {"properties": {"où": {"type": "string"}}}}},
+]
+
+
+def as_parts(turn):
+    """The same turn with its content as chat APIs may have it: a list of text parts."""
+    text = turn["content"]
+    return turn | {"content": [{"type": "text", "text": part} for part in (text[:3], text[3:]) if part]}
+
+
 def conversation(chance):
     """A random conversation: system turn or none, thinking in its history, tool calls and results, any text."""
 
@@ -96,8 +157,11 @@ def test_conversations_render_as_the_reference_does(ours, theirs, seed):
     for _ in range(100):
         turns = conversation(chance)
         thinking = chance.choice([None, True, False])
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        expected = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
-        assert ours.render(turns, thinking) == expected
-        ids = theirs.apply_chat_template(turns, tokenize=True, return_dict=False, add_generation_prompt=True, **options)
-        assert ours.encode(expected) == ids
+        tools = chance.choice([None, TOOLS, TOOLS[:1]])
+        options = {"add_generation_prompt": True, "tools": tools}
+        options |= {} if thinking is None else {"enable_thinking": thinking}
+        expected = theirs.apply_chat_template(turns, tokenize=False, **options)
+        ids = theirs.apply_chat_template(turns, tokenize=True, return_dict=False, **options)
+        # Qwen's templates fail on lists in the reference, so what is asked of a list is to be as good as its text.
+        given = [as_parts(turn) if chance.random() < 0.2 else turn for turn in turns]
+        assert encode_prompt(ours, given, thinking=thinking, tools=tools)[:2] == (expected, ids)

@@ -2,16 +2,17 @@ import math
 
 import pytest
 import torch
+from builders import save_tiny, tiny_config
 from transformers import (
-    LogitsProcessorList,
+    GenerationConfig,
     MinPLogitsWarper,
+    Qwen2ForCausalLM,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from qwen_scratch import InputError, SamplingParams
+from qwen_scratch import InputError, SamplingParams, complete, load_model, sampling
 from qwen_scratch.sampling import Sampler, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 
 CPU = torch.device("cpu")
@@ -28,45 +29,135 @@ def random_logits(n, seed=0, ties=False):
     return logits.bfloat16().float() if ties else logits  # bfloat16 has many equal values
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("seed", range(10))
-def test_filters_equal_the_reference(seed, ties):
-    logits = random_logits(5000, seed, ties)
-    ids = torch.randint(0, 5000, (1, 40), generator=torch.Generator().manual_seed(seed))
-    seen = torch.zeros(5000, dtype=torch.bool)
+V = 151_936  # Qwen's vocabulary
+
+
+def wide_logits(kind, seed=0):
+    """Random logits as a head gives them: float32, or bfloat16 with its many equal values, or with ties at the top."""
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 3
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    return logits.bfloat16() if kind == "bfloat16" else logits
+
+
+def at_boundaries(probs):
+    """Sums of the likeliest probabilities, so that a token ends exactly on top_p; both sides of them too."""
+    sums = probs.sort(descending=True).values.cumsum(-1)
+    exact = [float(sums[n]) for n in (0, 1, 5, 100, 2000)]
+    return [p for x in exact for p in (x, math.nextafter(x, 0), math.nextafter(x, 1)) if 0 < p < 1]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties"])
+@pytest.mark.parametrize("seed", range(3))
+def test_filters_equal_the_reference(kind, seed):
+    logits = wide_logits(kind, seed).float()  # the reference's loop, too, goes on in float32
+    ids = torch.randint(0, V, (1, 40), generator=torch.Generator().manual_seed(seed))
+    seen = torch.zeros(V, dtype=torch.bool)
     seen[ids[0]] = True
-    for penalty in (0.7, 1.05, 2.0):
+    for penalty in (0.7, 1.0, 1.05, 2.0):
         theirs = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits[None])[0]
         assert torch.equal(penalize_repetition(logits, seen, penalty), theirs)
-    for k in (1, 7, 50, 4999):
+    for k in (1, 7, 50, V - 1, V):
         assert torch.equal(keep_top_k(logits, k), TopKLogitsWarper(k)(ids, logits[None])[0])
-    for p in (0.01, 0.5, 0.9, 0.95, 1 - 1e-7):
-        assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(ids, logits[None])[0])
-    for p in (0.001, 0.05, 0.5, 1.0):
-        assert torch.equal(keep_min_p(logits, p), MinPLogitsWarper(p)(ids, logits[None])[0])
+    for p in [0.01, 0.5, 0.95, 1 - 1e-7, *at_boundaries(logits.softmax(-1))]:
+        assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(ids, logits[None])[0]), p
+    ratios = (logits - logits.max()).exp().sort(descending=True).values  # a token exactly on min_p
+    for p in [0.001, 0.05, 0.5, 1.0, *(float(ratios[n]) for n in (1, 5, 100))]:
+        assert torch.equal(keep_min_p(logits, p), MinPLogitsWarper(p)(ids, logits[None])[0]), p
 
 
-def test_whole_chain_is_in_the_reference_order():
-    logits = random_logits(5000, 3)
-    ids = torch.arange(100)[None]
-    chain = LogitsProcessorList(
-        [
-            RepetitionPenaltyLogitsProcessor(1.3),
-            TemperatureLogitsWarper(0.5),
-            TopKLogitsWarper(40),
-            TopPLogitsWarper(0.8),
-            MinPLogitsWarper(0.1),
-        ]
+CHOOSER = Qwen2ForCausalLM(tiny_config("qwen2"))  # the reference's `generate` is a method of its models
+
+
+def reference_chain(ids, logits, penalty=1.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The processors that the reference's `generate` makes of these values, applied to the last position's logits [V]."""
+    config = GenerationConfig(
+        do_sample=True,
+        repetition_penalty=penalty,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p or None,
     )
-    expected = chain(ids, logits[None])[0].softmax(-1)
-    made = sampler(temperature=0.5, top_k=40, top_p=0.8, min_p=0.1, repetition_penalty=1.3, seed=0, vocab=5000)
-    counts = torch.zeros(5000)
-    for _ in range(4000):
-        made.in_text.fill_(False)
-        made.in_text[ids[0]] = True  # as at the first token, every time
-        counts[int(made.pick(logits)[0])] += 1
-    assert set(counts.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
-    assert (counts / 4000 - expected).abs().max() < 0.03
+    chain = CHOOSER._get_logits_processor(config, input_ids_seq_length=ids.shape[1])
+    return chain(ids, logits.float()[None])[0]
+
+
+CHAINS = [
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "penalty": 1.05},  # Qwen2.5's file
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},  # Qwen3's, thinking
+    {"temperature": 1.3, "top_k": 0, "top_p": 0.9, "min_p": 0.02, "penalty": 1.3},
+    {"temperature": 2.0, "top_k": 1000, "min_p": 0.1},
+    {"temperature": 1.0, "top_k": 0, "top_p": 0.5},
+]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties"])
+@pytest.mark.parametrize("values", CHAINS, ids=str)
+def test_whole_chain_equals_the_reference(kind, values, monkeypatch):
+    """What is drawn from is, bit for bit, what the reference would draw from."""
+    drawn_from = []
+    monkeypatch.setattr(sampling, "draw", lambda scores, generator: drawn_from.append(scores) or scores.argmax())
+    for seed in range(3):
+        logits = wide_logits(kind, seed)
+        ids = torch.arange(seed, 3000, 7)
+        asked = {"repetition_penalty" if name == "penalty" else name: value for name, value in values.items()}
+        sampler(prompt=ids.tolist(), vocab=V, seed=0, **asked).pick(logits)
+        assert torch.equal(drawn_from[-1], reference_chain(ids[None], logits, **values))
+
+
+def p_value(counts, probs):
+    """Pearson's chi-square test that the counts come from these probabilities; rare tokens are taken together."""
+    expected = probs * counts.sum()
+    common = expected >= 5
+    observed = torch.cat([counts[common], counts[~common].sum()[None]]).double()
+    expected = torch.cat([expected[common], expected[~common].sum()[None]]).double()
+    if expected[-1] < 1e-9:
+        if observed[-1] > 0:  # a token came out that the filters had dropped
+            return 0.0
+        observed, expected = observed[:-1], expected[:-1]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(observed) - 1) / 2).double(), statistic / 2))
+
+
+@pytest.fixture(scope="module")
+def constant(tmp_path_factory):
+    """A checkpoint whose logits are the same at every position: each token has the same embedding."""
+    model = load_model(save_tiny(tmp_path_factory.mktemp("m") / "m", "qwen3", tie_word_embeddings=False), device="cpu")
+    model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[0].clone()
+    return model
+
+
+def sampled_counts(model, **values):
+    """How often each token came out in 20 seeds x 50 tokens, through the whole loop."""
+    counts = torch.zeros(model.config.vocab_size)
+    for seed in range(20):
+        ids = complete(model, None, [1], SamplingParams(seed=seed, max_new_tokens=50, **values)).token_ids
+        counts += torch.bincount(torch.tensor(ids), minlength=len(counts))
+    assert counts.sum() == 1000
+    return counts
+
+
+@pytest.mark.parametrize("values", [v for v in CHAINS if "penalty" not in v], ids=str)
+def test_samples_follow_the_distribution(constant, values):
+    """And those of another temperature would not pass for it."""
+    logits = constant(torch.tensor([[1]]))[0, -1]
+    probs = reference_chain(torch.tensor([[1]]), logits, **values).softmax(-1)
+    assert p_value(sampled_counts(constant, **values), probs) > 1e-3
+    hotter = values | {"temperature": 2 * values["temperature"]}
+    assert p_value(sampled_counts(constant, **hotter), probs) < 1e-6
+
+
+def test_a_generator_seeded_at_every_step_is_found_out(constant, monkeypatch):
+    pick = sampling.Sampler.pick
+
+    def seeded_anew(self, logits):
+        self.generator.manual_seed(self.seed)
+        return pick(self, logits)
+
+    monkeypatch.setattr(sampling.Sampler, "pick", seeded_anew)
+    probs = constant(torch.tensor([[1]]))[0, -1].softmax(-1)
+    assert p_value(sampled_counts(constant, temperature=1.0, top_k=0), probs) < 1e-6
 
 
 def test_nucleus_keeps_the_token_that_crosses_p():
