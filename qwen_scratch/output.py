@@ -88,6 +88,7 @@ def sampling_line(sampling: dict[str, Any]) -> str:
 
 def speed_line(result: Completion) -> str:
     speed = result.decode_tokens_per_s
+    still_thinking = result.stop_reason == "length" and result.thinking and not result.text
     return (
         f"{len(result.prompt_ids)} prompt tokens"
         + (f" ({result.reused_tokens} reused)" if result.reused_tokens else "")
@@ -95,6 +96,7 @@ def speed_line(result: Completion) -> str:
         f"{len(result.token_ids)} new tokens"
         + (f" at {speed:.1f} tokens/s" if speed else "")
         + f", stopped by {result.stop_reason}"
+        + (" while still thinking: raise --max-new-tokens" if still_thinking else "")
     )
 
 

@@ -369,6 +369,16 @@ def test_hidden_thinking(script, generate):
     assert "c" not in done.stderr.decode().splitlines()
 
 
+def test_thinking_that_the_limit_ends(script, generate):
+    done = generate("hi", "--model", script, "--max-new-tokens", 2)
+    assert done.stdout == b"\n"
+    *_, thought, last = done.stderr.decode().splitlines()
+    assert thought == "c"
+    assert last.endswith("stopped by length while still thinking: raise --max-new-tokens")
+    out = json.loads(generate("hi", "--model", script, "--max-new-tokens", 2, "--json", "--quiet").stdout)
+    assert (out["thinking_text"], out["generated_text"], out["stop_reason"]) == ("c", "", "length")
+
+
 def test_tools_reach_the_template(tmp_path, generate):
     template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}|{{ messages[0].content }}"
     folder = save_scripted(tmp_path / "model", ["Ċ", "a", "b"], template=template)
