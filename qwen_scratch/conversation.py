@@ -4,9 +4,10 @@ from dataclasses import replace
 from itertools import takewhile
 
 from qwen_scratch.cache import KVCache
-from qwen_scratch.completion import Completion, Encoded, Stream, context_limit, encode_prompt, prepare
+from qwen_scratch.completion import Completion, Stream, context_limit, prepare
 from qwen_scratch.errors import InputError
 from qwen_scratch.model import Qwen
+from qwen_scratch.prompt import Encoded, encode_prompt
 from qwen_scratch.sampling import Sampler, SamplingParams
 from qwen_scratch.template import Message, prepared
 from qwen_scratch.text import Tokenizer

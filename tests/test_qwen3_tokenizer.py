@@ -11,7 +11,7 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 from qwen_scratch import Tokenizer
-from qwen_scratch.completion import encode_prompt
+from qwen_scratch.prompt import encode_prompt
 
 DATA = ROOT / "tests" / "data" / "qwen3_tokenizer"
 
