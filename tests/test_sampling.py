@@ -40,11 +40,11 @@ def wide_logits(kind, seed=0):
     return logits.bfloat16() if kind == "bfloat16" else logits
 
 
-def at_boundaries(probs):
-    """Sums of the likeliest probabilities, so that a token ends exactly on top_p; both sides of them too."""
-    sums = probs.sort(descending=True).values.cumsum(-1)
-    exact = [float(sums[n]) for n in (0, 1, 5, 100, 2000)]
-    return [p for x in exact for p in (x, math.nextafter(x, 0), math.nextafter(x, 1)) if 0 < p < 1]
+def at_boundaries(logits):
+    """Values of top_p that a token ends exactly on, counted from the small end as the filter does; and both sides of them."""
+    sums = logits.sort().values.softmax(-1).cumsum(-1)
+    exact = [1 - float(sums[-n]) for n in (2, 3, 10, 100, 2000)]
+    return [p for x in exact for p in (x, x - 1e-6, x + 1e-6) if 0 < p < 1]
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties"])
@@ -59,7 +59,7 @@ def test_filters_equal_the_reference(kind, seed):
         assert torch.equal(penalize_repetition(logits, seen, penalty), theirs)
     for k in (1, 7, 50, V - 1, V):
         assert torch.equal(keep_top_k(logits, k), TopKLogitsWarper(k)(ids, logits[None])[0])
-    for p in [0.01, 0.5, 0.95, 1 - 1e-7, *at_boundaries(logits.softmax(-1))]:
+    for p in [0.01, 0.5, 0.95, 1 - 1e-7, *at_boundaries(logits)]:
         assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(ids, logits[None])[0]), p
     ratios = (logits - logits.max()).exp().sort(descending=True).values  # a token exactly on min_p
     for p in [0.001, 0.05, 0.5, 1.0, *(float(ratios[n]) for n in (1, 5, 100))]:
@@ -165,6 +165,7 @@ def test_nucleus_keeps_the_token_that_crosses_p():
     assert keep_top_p(logits, 0.6).isfinite().sum() == 2
     assert keep_top_p(logits, 0.85).isfinite().sum() == 3
     assert keep_top_p(torch.tensor([0.6, 0.4]).log(), 0.5).isfinite().sum() == 1
+    assert keep_top_p(torch.zeros(4), 0.5).isfinite().sum() == 2  # reached exactly: the next one goes
 
 
 @pytest.mark.parametrize("p", [1 - 1e-7, 0.9999999])
