@@ -109,7 +109,7 @@ def test_any_answer(tokenizer, counting, reason):
         assert counting.lookups <= len(result.token_ids)  # constant work a token: none is looked up twice
 
         _, answer, stopped = plainly(tokenizer, ids, opened, stops)
-        thinking, _, _ = plainly(tokenizer, result.token_ids, opened, stops)  # of the tokens that were made at all
+        thinking, _, _ = plainly(tokenizer, ids[: len(result.token_ids)], opened, stops)  # of what was made at all
         assert (result.thinking, result.text) == (thinking, answer)
         for kind, whole in (("thinking", thinking), ("answer", answer)):
             assert "".join(event.text for event in events if event.kind == kind) == whole
