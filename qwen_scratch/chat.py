@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     params = cli.sampling_params(args)
     if sys.stdin is None:
         raise InputError("standard input is closed; there is nobody to talk with")
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # bad bytes are an error of their turn only
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # bad bytes are an error like others
     model, tokenizer = cli.load_from_options(args)
 
     from qwen_scratch import output
@@ -97,28 +97,33 @@ class Chat:
             self.tell("/help lists the commands")
         while True:
             try:
-                line = input("> " if self.somebody_is_there else "")
-            except EOFError:
-                if self.somebody_is_there:
-                    print(file=sys.stderr)
-                return cli.ANSWERED
+                line = self.read()
+                if line is None or line.split()[:1] == ["/quit"]:
+                    return cli.ANSWERED
+                self.take(line)
             except KeyboardInterrupt:
                 if not self.somebody_is_there:
                     return cli.INTERRUPTED
                 print("\n/quit or Ctrl-D leaves", file=sys.stderr)
-                continue
-            if line.strip() == "/quit":
-                return cli.ANSWERED
-            try:
-                self.take(line)
             except BrokenPipeError:
                 raise
-            except KeyboardInterrupt:
-                print(file=sys.stderr)
             except (InputError, RuntimeError, MemoryError, OSError) as error:
                 if not self.somebody_is_there:
                     raise
                 print(f"error: {cli.one_line(error)}", file=sys.stderr)
+
+    def read(self) -> str | None:
+        """The next line of input; None at its end."""
+        prompt = "> " if self.somebody_is_there else ""
+        if not sys.stdout.isatty():  # `input` would put the prompt among the answers
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        try:
+            return input(prompt).removeprefix("\ufeff")  # some editors begin a file with a byte-order mark
+        except EOFError:
+            if self.somebody_is_there:
+                print(file=sys.stderr)
+            return None
 
     def take(self, line: str) -> None:
         """One line of input: a command or a user turn."""
@@ -136,8 +141,17 @@ class Chat:
 
         for notice in running.result.notices:
             self.tell(notice)
-        output.print_stream(running, self.show_thinking)
         result = running.result
+        try:
+            code = output.print_stream(running, self.show_thinking)
+        finally:
+            if not result.token_ids:  # broken off or failed before anything was said
+                self.conversation.withdraw()
+        if code == cli.INTERRUPTED and not self.somebody_is_there:
+            raise KeyboardInterrupt
+        if not result.token_ids:
+            self.tell("nothing was said yet; your question is taken back")
+            return
         seed = f", seed {result.sampling['seed']}" if result.sampling["seed"] is not None else ""
         self.tell(f"[{output.speed_line(result)}{seed}]")
 
@@ -146,6 +160,8 @@ class Chat:
         self.tell("system turn set" if text else "system turn: the template's own")
 
     def set_thinking(self, on: bool) -> None:
+        if "enable_thinking" not in (self.conversation.tokenizer.template or ""):
+            raise InputError("this checkpoint's template has no switch for thinking")
         self.conversation.thinking = on
         self.tell(f"thinking {'on' if on else 'off'}")
 
@@ -164,14 +180,19 @@ class Chat:
         if file.exists() and file not in self.own_files:
             raise InputError(f"{file} exists; save under another name")
         messages = self.conversation.messages
+        if not messages:
+            raise InputError("nothing has been said that could be saved")
         part = file.with_name(f"{file.name}.{os.getpid()}.part")  # whole or not at all
         try:
             part.write_text(
                 json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8", errors="replace"
             )
             part.replace(file)
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror}") from None
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
         self.own_files.add(file)
         self.tell(f"{len(messages)} messages saved to {file}")
 
@@ -180,8 +201,9 @@ class Chat:
         self.conversation.start(cli.read_messages(str(file)))
         self.own_files.add(file)
         messages = self.conversation.messages
+        system = "" if self.conversation.system is not None else ", without a system turn"
         hint = "; the last one is yours: /retry answers it" if messages[-1]["role"] == "user" else ""
-        self.tell(f"{len(messages)} messages loaded from {file}{hint}")
+        self.tell(f"{len(messages)} messages loaded from {file}{system}{hint}")
 
     def tell(self, text: str) -> None:
         if not self.quiet:
@@ -190,7 +212,7 @@ class Chat:
 
 
 def named_file(name: str) -> Path:
-    if not name:
+    if not name or "\0" in name:
         raise InputError("say which file")
     return Path(name).expanduser().absolute()
 

@@ -212,7 +212,7 @@ def read_json_file(path: str) -> Any:
         return json.loads(read_file(path))
     except RecursionError:
         raise InputError(f"{path} is not JSON: too deeply nested") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # a JSONDecodeError, or a number too long to be read
         raise InputError(f"{path} is not JSON: {error}") from None
 
 

@@ -97,8 +97,8 @@ class Writer:
         """The pieces up to a stop string in the answer; meeting one ends the request, unless the model ended it itself."""
         shown = []
         for kind, text in pieces:
-            if kind == "thinking":
-                shown.append((kind, text))
+            if kind == "thinking":  # what was held back of the answer before it is not going on
+                shown += [("answer", self._stop.finish()), (kind, text)]
                 continue
             allowed, met = self._stop.push(text)
             shown.append((kind, allowed))
@@ -142,7 +142,7 @@ class Stream:
         return next(self._events)
 
     def interrupt(self) -> list[Event]:
-        """End here and keep what there is: the events of text that was still held back."""
+        """End here and keep what there is: the events of text that was still held back. For the thread that reads."""
         self._events.close()
         if self.result.stop_reason is not None:
             return []

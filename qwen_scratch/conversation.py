@@ -1,7 +1,9 @@
 """A conversation of several turns, with a cache that lives from one answer to the next."""
 
+import secrets
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from qwen_scratch.cache import KVCache
 from qwen_scratch.completion import Completion, Stream, context_limit, prepare
@@ -20,8 +22,8 @@ class Conversation:
     made (Qwen3's drops its thinking), and a text need not encode to the ids that spelled it. Of the cache the longest
     common beginning is kept; appending blindly would have the model see what no template ever wrote.
 
-    `params`, `system`, `thinking` and `literal_specials` are `stream`'s, and may be changed between turns. A seed counts
-    up with every answer, so that a retry differs and yet the whole conversation can be repeated.
+    `params`, `system`, `thinking` and `literal_specials` are `stream`'s, and may be changed between turns. The seed, one's
+    own or a fresh one, counts up with every answer, so that a retry differs and yet the whole conversation can be repeated.
     """
 
     def __init__(
@@ -43,14 +45,18 @@ class Conversation:
         self.thinking = thinking
         self.literal_specials = literal_specials
         self.context = context_limit(model, max_context)
-        self.sampling = Sampler(
-            self.params, model.generation_config
-        ).values()  # bad values show here, not at the first turn
+        self._seed = secrets.randbits(32)  # where params has none
         self._turns: list[Message | Completion] = []  # an answer grows while its stream is read
         self._left_out = 0  # so many of the oldest messages no longer fit into the context
         self._answers = 0
+        self._before = self._turns
         self._running: Stream | None = None
         self._cache = KVCache(model.config, 1, 0, device=model.device, dtype=model.dtype)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The values that the next answer is sampled with, its seed included."""
+        return Sampler(self._next_params(), self.model.generation_config).values()
 
     @property
     def messages(self) -> list[Message]:
@@ -63,13 +69,14 @@ class Conversation:
         turns = prepared(messages) if messages else []
         if turns:
             self.system = turns.pop(0)["content"] if turns[0]["role"] == "system" else None
-        self._turns, self._left_out = list(turns), 0
+        self._turns = self._before = [*turns]
+        self._left_out = 0
 
     def ask(self, text: str) -> Stream:
         """A user turn → the stream of its answer, `stream.result.reused_tokens` of whose prompt were in the cache.
 
         Raises:
-            InputError: the turn alone is more than the context holds. The conversation is as it was then.
+            InputError: the turn alone is more than the context holds. The turns are as they were then.
         """
         return self._answer([*self._turns, {"role": "user", "content": text}])
 
@@ -80,14 +87,21 @@ class Conversation:
             raise InputError("nothing has been asked yet")
         return self._answer(self._turns[: asked[-1] + 1])
 
+    def withdraw(self) -> None:
+        """Take back the last `ask` or `retry`: all turns are as they were before."""
+        if self._running is not None:
+            self._running.interrupt()
+        self._turns = self._before
+
+    def _next_params(self) -> SamplingParams:
+        seed = self._seed if self.params.seed is None else self.params.seed
+        return replace(self.params, seed=(seed + self._answers) % 2**64)
+
     def _answer(self, turns: list[Message | Completion]) -> Stream:
         if self._running is not None:
             self._running.interrupt()  # no two streams may write into one cache
-        params = self.params
-        if params.seed is not None:
-            params = replace(params, seed=(params.seed + self._answers) % 2**64)
         left_out, encoded = self._fit(messages_of(turns))
-        result = prepare(self.model, encoded, params, self.context)
+        result = prepare(self.model, encoded, self._next_params(), self.context)
         self._recall(encoded.ids, len(encoded.ids) + result.request.max_new_tokens)
         result.reused_tokens = int(self._cache.lengths[0])
         result.kv_cache_bytes = self._cache.nbytes
@@ -96,21 +110,21 @@ class Conversation:
                 f"the conversation has outgrown the context of {self.context} tokens: "
                 f"from now on its oldest {left_out} messages are left out"
             )
-        self._turns, self._left_out = [*turns, result], left_out
+        self._before, self._turns, self._left_out = self._turns, [*turns, result], left_out
         self._answers += 1
         self._running = Stream(self.model, self.tokenizer, result, self._cache)
         return self._running
 
     def _fit(self, messages: list[Message]) -> tuple[int, Encoded]:
         """How many of the oldest messages to leave out so that an answer has room too, and the prompt of the others."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted = Sampler(self.params, self.model.generation_config).max_new_tokens
         room = self.context - min(wanted, self.context // 4)
         starts = [n for n, turn in enumerate(messages) if turn["role"] == "user" and n > self._left_out]
         for start in [self._left_out, *starts]:  # whole exchanges go, so that a question comes first
             encoded = encode_prompt(
                 self.tokenizer,
-                messages[start:],
-                system=self.system,
+                system + messages[start:],
                 thinking=self.thinking,
                 literal_specials=self.literal_specials,
             )

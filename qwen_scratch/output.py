@@ -140,7 +140,8 @@ def result_json(ref: str, prompt: Any, model: Qwen, tokenizer: Tokenizer, result
             }
             for token_id, logprob, top in result.logprobs
         ]
-    return json.dumps(fields, ensure_ascii=False)
+    readable = "utf" in (sys.stdout.encoding or "").lower()  # elsewhere a character that it lacks would be lost
+    return json.dumps(fields, ensure_ascii=not readable)
 
 
 def peak_memory_mib(model: Qwen) -> float | None:

@@ -116,7 +116,7 @@ class Sampler:
             "temperature": self.temperature,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
-            "seed": self.seed,
+            "seed": None if self.greedy else self.seed,
         }
         if self.greedy:
             return common

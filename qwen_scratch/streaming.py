@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from itertools import takewhile
 
 from qwen_scratch.text import Tokenizer
 
@@ -61,8 +62,9 @@ class ThinkingSplitter:
         self._tokenizer = tokenizer
         self._open = tokenizer.token_id("<think>")
         self._close = tokenizer.token_id("</think>")
-        tail = [i for i in prompt_ids[-3:] if i in (self._open, self._close)]
-        opened = tail[-1:] == [self._open]  # some templates end the prompt with an opened think block and a line break
+        # Some templates end the prompt with an opened think block; a raw prompt may be in the middle of one.
+        turn = takewhile(lambda i: i not in tokenizer.special_ids, reversed(prompt_ids))
+        opened = next((i == self._open for i in turn if i in (self._open, self._close)), False)
         self._enter("thinking" if opened else "answer", trim=opened)
 
     def push(self, token_id: int) -> list[tuple[str, str]]:

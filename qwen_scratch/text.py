@@ -102,12 +102,10 @@ class Tokenizer:
         """
         self.require_template()
         turns = prepared(messages)
-        tokens = {name: text_of(value) for name, value in self.settings.items() if name.endswith("_token") and value}
-        tokens = {name: text for name, text in tokens.items() if text is not None}
         options = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return self._compiled.render(
-                messages=turns, tools=tools, documents=None, add_generation_prompt=True, **tokens, **options
+                messages=turns, tools=tools, documents=None, add_generation_prompt=True, **self._named_tokens, **options
             )
         except Exception as error:  # a template is the checkpoint's program, and may fail in any way
             raise InputError(f"the chat template refuses these messages: {error}") from None
@@ -122,13 +120,11 @@ class Tokenizer:
         """
         turns = prepared(messages)
         everything = json.dumps([turns, tools], ensure_ascii=False, default=str)
-        mark = next(character for character in NONCHARACTERS if character not in everything)
+        # Longer than any run of it in the text, so that no text has this mark by itself.
+        mark = NONCHARACTER * (1 + max(map(len, re.findall(f"{NONCHARACTER}+", everything)), default=0))
         every = self.added_tokens.values()
         special = [self.added_tokens[i] for i in self.special_ids]
-        turns = [
-            broken(turn, special if turn["role"] == "assistant" else every, mark) | {"role": turn["role"]}
-            for turn in turns
-        ]
+        turns = [broken(turn, special if turn["role"] == "assistant" else every, mark) for turn in turns]
         marked = self.render(turns, thinking, broken(tools, every, mark))
         ids, done = [], 0
         found = self._encoding(marked, self._tokenizer)
@@ -145,7 +141,9 @@ class Tokenizer:
         answer = "an answer that no template contains"
         turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
         try:
-            text = self._compiled.render(messages=turns, tools=None, documents=None, add_generation_prompt=False)
+            text = self._compiled.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=False, **self._named_tokens
+            )
         except Exception:  # a template that wants other turns
             return None
         behind = self.encode(text.rpartition(answer)[2])
@@ -155,8 +153,14 @@ class Tokenizer:
         if self.template is None:
             raise InputError(
                 f"{self.folder} has no chat template (looked at chat_template.jinja and tokenizer_config.json); "
-                "use --raw to continue the text as it is"
+                "only a text as it is can be continued (generate --raw)"
             )
+
+    @cached_property
+    def _named_tokens(self) -> dict[str, str]:
+        """`eos_token` and the like, by which templates may name special tokens."""
+        named = {name: text_of(token) for name, token in self.settings.items() if name.endswith("_token") and token}
+        return {name: text for name, text in named.items() if text is not None}
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -178,7 +182,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = byte_alphabet()
-NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode keeps these for programs' own use
+NONCHARACTER = "\ufdd0"  # Unicode keeps it for programs' own use
 
 
 def broken(value: Any, tokens: Iterable[str], mark: str) -> Any:
@@ -187,8 +191,8 @@ def broken(value: Any, tokens: Iterable[str], mark: str) -> Any:
         pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
         return re.sub(pattern, lambda token: token[0][0] + mark + token[0][1:], value) if pattern else value
     if isinstance(value, dict):
-        return {key: broken(inner, tokens, mark) for key, inner in value.items()}
-    return [broken(inner, tokens, mark) for inner in value] if isinstance(value, list) else value
+        return {broken(key, tokens, mark): broken(inner, tokens, mark) for key, inner in value.items()}
+    return [broken(inner, tokens, mark) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def text_of(token: Any) -> str | None:

@@ -1,5 +1,6 @@
 """The chat command: in a real (pseudo-)terminal with somebody typing, and as a process that reads lines from a pipe."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 from builders import TEMPLATE, save_scripted, save_tiny, save_tokenizer
 
 import qwen_scratch
+from qwen_scratch.chat import Chat
 
 if os.name != "posix":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
@@ -140,11 +142,13 @@ def test_commands_in_a_terminal(script, tmp_path):
         (f"/load {script / 'tokenizer.json'}", "list of messages"),
         (f"/load {tmp_path / 'nowhere.json'}", "cannot be read"),
         ("/load", "say which file"),
+        ("/think", "thinking on"),
         ("/foo bar", "there is no command /foo"),
         ("/help", "/retry"),
         ("/system", "the template's own"),
         ("/reset", "forgotten"),
         ("/retry", "nothing has been asked"),
+        (f"/save {tmp_path / 'empty.json'}", "nothing has been said"),
     ):
         said = terminal.type(line)
         assert answer in said, (line, said)
@@ -161,6 +165,61 @@ def test_commands_in_a_terminal(script, tmp_path):
     terminal.leave()
 
 
+def test_a_question_without_an_answer_is_taken_back(script, capsys):
+    """Broken off, or failed, before the first token: the question would only be in the way."""
+    model, tokenizer = qwen_scratch.load(script, device="cpu")
+    conversation = qwen_scratch.Conversation(model, tokenizer)
+    chat = Chat(conversation, quiet=False, hide_thinking=False)
+    chat.somebody_is_there = True
+    chat.take("hi")
+    before = conversation.messages
+    for error in (KeyboardInterrupt, RuntimeError):
+
+        def fail(*_, error=error):
+            raise error("broken off")
+
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        with contextlib.suppress(RuntimeError):
+            chat.take("ho")
+        with contextlib.suppress(RuntimeError):
+            chat.take("/retry")
+        hook.remove()
+        assert conversation.messages == before
+        assert capsys.readouterr().err.count("taken back") == (2 if error is KeyboardInterrupt else 0)
+    chat.take("ho")
+    assert len(conversation.messages) == 4
+
+
+def test_answers_into_a_file(script, tmp_path):
+    """Somebody types, but stdout is a file: it gets the answers alone."""
+    out = tmp_path / "out.txt"
+    command = f'"{sys.executable}" -m qwen_scratch.chat --model "{script}" > "{out}"'
+    process = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=60)
+    for line in ("hi", "/quit"):
+        process.expect("> ")
+        process.sendline(line)
+    process.expect(pexpect.EOF)
+    assert out.read_text(encoding="utf-8") == "a😀b\n"
+
+
+def test_interrupt_where_nobody_watches(script, tmp_path):
+    """Ctrl-C ends a run from a pipe, and what was said so far is kept."""
+    process = subprocess.Popen(
+        [*COMMAND, "--model", script, "--no-thinking", "--max-new-tokens", "90000"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )  # fmt: skip
+    process.stdin.write(b"hi\nho\n")
+    process.stdin.flush()
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + rest).decode().startswith("xyz~xyz~")
+    assert (first + rest).count(b"\n") == 1
+    assert b"Traceback" not in errors
+
+
 def run(folder, text, *options):
     command = [*COMMAND, "--model", folder, *map(str, options)]
     done = subprocess.run(command, input=text, capture_output=True, check=False, timeout=120)
@@ -175,12 +234,18 @@ def test_lines_from_a_pipe(script, tmp_path):
     assert "reused" in errors.splitlines()[-1]
     assert run(script, b"hi\n", "--quiet") == (0, "a😀b\n", "")
     assert "\nc\n" not in run(script, b"hi\n", "--hide-thinking")[2]
-    assert run(script, b"hi\n/quit\nhi\n", "--quiet")[:2] == (0, "a😀b\n")
+    assert run(script, b"hi\n/quit now\nhi\n", "--quiet")[:2] == (0, "a😀b\n")
+    assert run(script, b"\xef\xbb\xbf/think\n")[1:2] == ("",)  # a byte-order mark is nobody's text
     assert run(script, b"", "--quiet") == (0, "", "")
 
 
 def test_errors_end_a_run_that_nobody_watches(script, tmp_path):
-    for text, words in ((b"/foo\nhi\n", "/foo"), (b"a \xff b\n", "Unicode"), (b"/load nowhere\n", "nowhere")):
+    for text, words in (
+        (b"/foo\nhi\n", "/foo"),
+        (b"a \xff b\n", "Unicode"),
+        (b"/load nowhere\n", "nowhere"),
+        (b"/save a\0b\n", "file"),
+    ):
         code, out, errors = run(script, text, "--quiet")
         assert (code, out) == (2, "")
         assert len(errors.splitlines()) == 1

@@ -180,6 +180,7 @@ def test_context_limits(tmp_path, generate):
         (["--prompt-file", "latin.txt"], ["latin.txt", "UTF-8"]),
         (["--messages", "bad.json"], ["bad.json", "JSON"]),
         (["--messages", "object.json"], ["object.json", "list of messages"]),
+        (["--messages", "number.json"], ["number.json", "not JSON"]),
         (["--messages", "roles.json"], ["message 0", "role"]),
         (["hi", "--model", "nowhere"], ["nowhere", "not there"]),
         (["hi", "--device", "tpu"], ["tpu"]),
@@ -210,6 +211,7 @@ def test_context_limits(tmp_path, generate):
 def test_wrong_input(script, generate, tmp_path, options, words):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "bad.json").write_text("[{")
+    (tmp_path / "number.json").write_text(f'[{{"role": "user", "content": {"1" * 5000}}}]')
     (tmp_path / "object.json").write_text('{"messages": "hi"}')
     (tmp_path / "roles.json").write_text('[{"content": "hi"}]')
     options = options if "--model" in options else [*options, "--model", script]
@@ -270,6 +272,12 @@ def test_consoles_that_cannot_show_everything(script, generate, encoding):
     done = generate("hi", "--model", script, "--quiet", env={"PYTHONIOENCODING": encoding})
     assert done.returncode == 0
     assert done.stdout == b"a?b\n"
+
+
+def test_json_on_a_console_that_cannot_show_everything(script, generate):
+    done = generate("naïve 漢字", "--model", script, "--json", "--quiet", env={"PYTHONIOENCODING": "ascii"})
+    out = json.loads(done.stdout)
+    assert (out["prompt"], out["generated_text"]) == ("naïve 漢字", "a😀b")
 
 
 def test_reader_that_closes_the_pipe(endless):

@@ -160,6 +160,27 @@ def test_a_conversation_goes_on_from_messages(loaded):
     assert len(second.messages) == 2
 
 
+def test_a_second_system_turn(loaded):
+    conversation = Conversation(*loaded, GREEDY)
+    conversation.start([{"role": "system", "content": "a"}, {"role": "system", "content": "b"}])
+    assert finish(conversation.ask("hi")).rendered_prompt.count("<|im_start|>system") == 2
+
+
+def test_an_ask_or_retry_can_be_taken_back(loaded):
+    conversation = Conversation(*loaded, GREEDY)
+    conversation.withdraw()
+    finish(conversation.ask("the cat"))
+    before = conversation.messages
+    for again in (lambda: conversation.ask("the mat"), conversation.retry):
+        running = again()
+        next(running)
+        conversation.withdraw()
+        assert conversation.messages == before
+        assert list(running) == []
+    finish(conversation.ask("the dog"))
+    check_cache(conversation)
+
+
 def test_nothing_to_retry(loaded):
     with pytest.raises(InputError, match="nothing has been asked"):
         Conversation(*loaded).retry()
@@ -217,6 +238,11 @@ def test_a_seed_counts_up(loaded):
 
     assert answers() == answers()
     assert answers()[0] != answers()[1]
+    conversation = Conversation(*loaded, SamplingParams(temperature=2.0))  # a fresh one, that can be asked for again
+    seed = conversation.sampling["seed"]
+    assert [finish(conversation.ask("the cat")).sampling["seed"] for _ in range(2)] == [seed, seed + 1]
+    conversation.params = GREEDY
+    assert (conversation.sampling["temperature"], conversation.sampling["seed"]) == (0, None)
 
 
 def test_bad_values_show_before_the_first_turn(loaded, tmp_path):

@@ -1,6 +1,7 @@
 """Real trained weights: SmolLM2-135M-Instruct as a Qwen2 checkpoint (see scripts/make_smollm2.py)."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,6 +9,15 @@ import torch
 import qwen_scratch
 from qwen_scratch import SamplingParams, parity
 from qwen_scratch.reference import Reference
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count())
+    yield
+    torch.set_num_threads(before)
+
 
 CODE = """def mean(values):
     total = 0

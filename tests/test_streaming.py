@@ -61,16 +61,25 @@ def plainly(tokenizer, ids, opened, stops):
         else:
             stretches[-1][2].append(token_id)
     whole = {"thinking": "", "answer": ""}
+    stopped = False
     for kind, behind_tag, stretch in stretches:
         text = tokenizer.decode(stretch)
         text = text.lstrip("\n") if behind_tag else text
-        whole[kind] += text.rstrip("\n") if kind == "thinking" else text
-    text = whole["answer"]
+        if kind == "thinking":
+            whole[kind] += text.rstrip("\n")
+        elif not stopped:  # no stop text spans a think block
+            text, stopped = until(text, stops)
+            whole[kind] += text
+    return whole["thinking"], whole["answer"], stopped
+
+
+def until(text, stops):
+    """Up to the stop text that is complete first, of several the longest; and whether there was one."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
-            return whole["thinking"], text[: min(starts)], True
-    return whole["thinking"], text, False
+            return text[: min(starts)], True
+    return text, False
 
 
 def cut(tokenizer, token_id):
