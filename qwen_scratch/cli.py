@@ -60,7 +60,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="REF", help="a checkpoint folder, as a hub snapshot has it")
+    group.add_argument(
+        "--model", metavar="REF", help="a checkpoint folder, as a hub snapshot has it; default: the bundled demo"
+    )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, mps; default: the best that is there")
     group.add_argument(
         "--dtype",
@@ -152,11 +154,20 @@ def sampling_params(args: argparse.Namespace, logprobs: int | None = None) -> "S
 
 
 def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer]":
-    """Load what --model names, with a progress bar where somebody watches."""
+    """Load what --model names, with a progress bar where somebody watches. Sets args.model where nothing was named."""
     import torch
 
     from qwen_scratch.loading import load
+    from qwen_scratch.source import find
 
+    if args.model is None:
+        args.model = find().ref
+        if not args.quiet:
+            print(
+                "no --model given: this is the bundled demo, which calculates and tells small stories. For a real one: "
+                "hf download Qwen/Qwen3-0.6B --local-dir qwen3-0.6b, then --model qwen3-0.6b",
+                file=sys.stderr,
+            )
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
             raise InputError(f"--threads must be from 1 to 1024, not {args.threads}")

@@ -12,6 +12,7 @@ from qwen_scratch.checkpoint import load_weights, open_checkpoint
 from qwen_scratch.config import read_dtype
 from qwen_scratch.errors import InputError
 from qwen_scratch.model import Attention, Qwen
+from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
 
 
@@ -26,7 +27,7 @@ def load(
     """Load a checkpoint folder: the model and its tokenizer.
 
     Args:
-        ref: a folder as a hub snapshot has it.
+        ref: a folder as a hub snapshot has it; None: the bundled demo.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the best that is there.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto": see `choose_dtype`.
         exact: ask for the path that equals the reference bit for bit; so far it is the only one.
@@ -35,7 +36,7 @@ def load(
     Raises:
         InputError: the checkpoint, device or dtype cannot be used; the message says why.
     """
-    folder = require_ref(ref)
+    folder = find(ref).folder
     return load_model(folder, device, dtype, exact=exact, progress=progress), Tokenizer(folder)
 
 
@@ -49,7 +50,7 @@ def load_model(
 ) -> Qwen:
     """As `load`, for a checkpoint that has no tokenizer."""
     device = choose_device(device)
-    checkpoint = open_checkpoint(require_ref(ref))
+    checkpoint = open_checkpoint(find(ref).folder)
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
     with torch.device("meta"), NoInit():  # shapes only: no memory is taken and no random numbers are drawn
         model = Qwen(checkpoint.config)
@@ -80,12 +81,6 @@ class NoInit(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
-
-
-def require_ref(ref: str | Path | None) -> str | Path:
-    if ref is None:
-        raise InputError("no model given; name a checkpoint folder (with --model; the README tells where to get one)")
-    return ref
 
 
 def choose_device(name: torch.device | str) -> torch.device:
