@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if sys.stdin is None:
         raise InputError("standard input is closed; there is nobody to talk with")
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # bad bytes are an error like others
-    model, tokenizer = cli.load_from_options(args)
+    model, tokenizer, source = cli.load_from_options(args)
 
     from qwen_scratch import output
     from qwen_scratch.conversation import Conversation
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         max_context=args.max_context,
     )
     chat = Chat(conversation, args.quiet, args.hide_thinking)
-    chat.tell(output.model_line(args.model, model))
+    chat.tell(output.model_line(source, model))
     chat.tell(output.sampling_line(conversation.sampling))
     with output.interrupts_raised():
         return chat.run()

@@ -4,10 +4,11 @@ Only JSON and safetensors are read, never a pickle. Before the first tensor is r
 shards are held against the model's parameters; a checkpoint that does not fit is refused whole.
 """
 
-import json
+import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,13 @@ from tqdm import tqdm
 
 from qwen_scratch.config import DTYPES, QwenConfig
 from qwen_scratch.errors import InputError
+from qwen_scratch.files import INDEX, existing_folder, read_config, read_index, read_json, shard_files, shortlist
+from qwen_scratch.foreign import file_looks
 from qwen_scratch.model import Qwen
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Header = dict[str, tuple[list[int], str]]  # what a safetensors file holds: key → shape and dtype
 
 
 class Stored(NamedTuple):
@@ -51,90 +56,52 @@ class Checkpoint:
         return dtype if dtype in DTYPES.values() else torch.float32
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_checkpoint(folder: str | Path, headers: dict[Path, Header] | None = None) -> Checkpoint:
     """Read a checkpoint folder's small files and its shards' headers; no weights yet.
+
+    Args:
+        headers: what the shards hold, where they are not in the folder themselves.
 
     Raises:
         InputError: no such folder, no or bad config.json, an unsupported model, a missing or broken shard.
     """
-    try:
-        folder = Path(folder).expanduser()
-        found = "a folder" if folder.is_dir() else "a file, not a folder" if folder.exists() else "not there"
-    except (OSError, RuntimeError) as error:  # no such user, a name that is too long
-        raise InputError(f"{folder} cannot be a checkpoint folder: {error}") from None
-    if found != "a folder":
-        raise InputError(f"{folder} is {found}; give the folder that holds config.json and the .safetensors files")
-    if not (folder / "config.json").exists():
-        raise InputError(f"{folder} has no config.json; give the folder that holds it and the .safetensors files")
-    data = read_json(folder / "config.json")
-    try:
-        config = QwenConfig.from_dict(data)  # first: refuses other models before their files
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from None
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise InputError(f"{folder}: config.json has a value of the wrong kind: {error}") from None
+    folder = existing_folder(folder)
+    config = read_config(folder)  # first: refuses other models before their files
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
-    return Checkpoint(folder, config, generation_config, read_headers(shard_files(folder)))
+    if headers is None:
+        headers = {file: read_header(file) for file in shard_files(folder)}
+    if (folder / "adapter_config.json").exists():
+        warnings.warn(f"{folder} also holds an adapter, which is ignored: these are the base weights", stacklevel=2)
+    return Checkpoint(folder, config, generation_config, take_stock(folder, headers))
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
+def read_header(file: Path) -> Header:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{file} must hold a JSON object, not a {type(data).__name__}")
-    return data
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """The weight files: those the index names, or else the single model.safetensors. Never a blind glob."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        single = folder / "model.safetensors"
-        if single.exists():
-            return [single]
-        if single.is_symlink():
-            raise InputError(f"{single} is a link to a file that is gone; download the checkpoint again")
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf"))
-        hint = f"found only {shortlist(found)}" if found else "found no weight files at all"
-        raise InputError(f"{folder} has neither model.safetensors nor model.safetensors.index.json; {hint}")
-
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index} has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise InputError(f"{index} names files outside its folder: {shortlist(outside)}")
-    missing = [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
-    if missing:
+        with safe_open(file, framework="pt") as shard:
+            parts = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118 (not a dict)
+            return {key: (part.get_shape(), part.get_dtype()) for key, part in parts.items()}
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size
         raise InputError(
-            f"{folder} lacks {len(missing)} of {len(names)} shards: {shortlist(missing)}; "
-            "they are missing or empty, as after an interrupted download"
+            f"{file} ({size:,} bytes) is not a whole safetensors file: {error}; it is {file_looks(file)}"
+        ) from None
+
+
+def take_stock(folder: Path, headers: dict[Path, Header]) -> dict[str, list[Stored]]:
+    """Every tensor in these files, by the name of the parameter that it is for, held against the index where there is one."""
+    index = read_index(folder) or {}
+    lacking = [f"{key} ({name})" for key, name in index.items() if key not in headers[folder / name]]
+    if lacking:
+        raise InputError(
+            f"{folder / INDEX} and the shards are of different checkpoints: {len(lacking)} tensors are not in the file that "
+            f"it names for them: {shortlist(lacking)}"
         )
-    return [folder / name for name in names]
-
-
-def read_headers(files: list[Path]) -> dict[str, list[Stored]]:
-    """Every tensor in these files, by the name of the parameter that it is for."""
     tensors = defaultdict(list)
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for key in shard.keys():  # noqa: SIM118 (not a dict)
-                    if key.endswith("rotary_emb.inv_freq"):
-                        continue  # old files store the RoPE frequencies, which follow from the config
-                    part = shard.get_slice(key)
-                    tensors[parameter_name(key)].append(Stored(file, key, part.get_shape(), part.get_dtype()))
-        except (SafetensorError, OSError) as error:
-            size = file.stat().st_size
-            raise InputError(
-                f"{file} ({size:,} bytes) is not a whole safetensors file: {error}; "
-                "perhaps a download that was cut off, or a git-lfs pointer"
-            ) from None
+    for file, header in headers.items():
+        for key, (shape, dtype) in header.items():
+            if not key.endswith("rotary_emb.inv_freq"):  # in old files; these follow from the config
+                tensors[parameter_name(key)].append(Stored(file, key, shape, dtype))
     return tensors
 
 
@@ -159,13 +126,10 @@ def load_weights(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
     unfilled = {names[0]: names for names in names_of.values()}
-    tensors = dict(checkpoint.tensors)
-    if model.config.tie_word_embeddings:
-        drop_head_copy(tensors)
-    refuse_misfits(checkpoint.folder, tensors, {names[0]: list(p.shape) for p, names in names_of.items()})
+    refuse_misfits(checkpoint, model)
 
     bar = tqdm(total=len(unfilled), desc="loading", unit="tensor", leave=False, delay=1, disable=not progress)
-    for name, tensor in read_tensors(tensors, device, dtype):
+    for name, tensor in read_tensors(checkpoint.tensors, device, dtype):
         for alias in unfilled.pop(name):
             owner, _, attribute = alias.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor.to(dtype), requires_grad=False))
@@ -195,21 +159,47 @@ def read_tensors(
         yield name, shard.get_tensor(place.key)
 
 
-def drop_head_copy(tensors: dict[str, list[Stored]]) -> None:
-    """Some tools store a tied head a second time. An equal copy is harmless; another one is a contradiction."""
-    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if not head or not embedding or not {head[0].dtype, embedding[0].dtype} <= FLOATS.keys():
-        return
+def settle_head(checkpoint: Checkpoint) -> Checkpoint:
+    """What to do where config.json ties the head to the embedding and yet the files have a head of its own.
+
+    Some tools store a tied head a second time: an equal copy is left out. One that differs was trained, so it is used, and the
+    head is not tied, as in the reference.
+    """
+    head = checkpoint.tensors.get("lm_head.weight")
+    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
+    if not checkpoint.config.tie_word_embeddings or not head or not embedding:
+        return checkpoint
+    if not {head[0].dtype, embedding[0].dtype} <= FLOATS.keys() or head[0].shape != embedding[0].shape:
+        return checkpoint  # the ledger will say it
     (_, a), (_, b) = read_tensors({"embedding": embedding, "head": head}, torch.device("cpu"))
-    if not torch.equal(a, b):
+    if torch.equal(a.float(), b.float()):
+        others = {name: places for name, places in checkpoint.tensors.items() if name != "lm_head.weight"}
+        return replace(checkpoint, tensors=others)
+    warnings.warn(
+        f"{checkpoint.folder}: config.json ties the head to the embedding, but the files hold a head that differs; "
+        "both are used as they are stored, so the head is not tied",
+        stacklevel=2,
+    )
+    return replace(checkpoint, config=replace(checkpoint.config, tie_word_embeddings=False))
+
+
+def refuse_misfits(checkpoint: Checkpoint, model: Qwen) -> None:
+    """Hold what the files have against what the model needs, and report all that is wrong at once.
+
+    Raises:
+        InputError: names, shapes or dtypes that do not fit.
+    """
+    folder, tensors = checkpoint.folder, checkpoint.tensors
+    wanted = {
+        name: list(parameter.shape) for name, parameter in model.named_parameters()
+    }  # a tied head is not among them
+    packed = [
+        name for name in tensors if re.search(r"(qweight|qzeros|g_idx|scales?|scale_inv|absmax|quant_map)$", name)
+    ]
+    if packed:
         raise InputError(
-            f"config.json ties the head to the embedding, but {head[0].file} has an lm_head.weight that differs from it"
+            f"the weights in {folder} are quantised ({len(packed)} tensors such as {packed[0]}); take the unquantised checkpoint"
         )
-    del tensors["lm_head.weight"]
-
-
-def refuse_misfits(folder: Path, tensors: dict[str, list[Stored]], wanted: dict[str, list[int]]) -> None:
-    """Hold what the files have against what the model needs, and report all that is wrong at once."""
     missing = [name for name in wanted if name not in tensors]
     if missing == ["lm_head.weight"]:
         raise InputError(
@@ -234,9 +224,3 @@ def refuse_misfits(folder: Path, tensors: dict[str, list[Stored]], wanted: dict[
     report = "; ".join(f"{len(names)} {kind}: {shortlist(names)}" for kind, names in found.items() if names)
     if report:
         raise InputError(f"the weights in {folder} do not fit its config.json. {report}")
-
-
-def shortlist(names: Any, most: int = 6) -> str:
-    """`a, b, c and 17 more`: a readable part of a list that may be long."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,6 +15,7 @@ from qwen_scratch.errors import InputError
 if TYPE_CHECKING:
     from qwen_scratch.model import Qwen
     from qwen_scratch.sampling import SamplingParams
+    from qwen_scratch.source import Source
     from qwen_scratch.text import Tokenizer
 
 ANSWERED, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit codes
@@ -34,6 +36,8 @@ def run_command(name: str, main: Callable[[list[str]], int]) -> int:
         if getattr(sys, pipe) is None:  # closed by whoever started us
             setattr(sys, pipe, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as we live)
         getattr(sys, pipe).reconfigure(errors="replace")  # a console that cannot show a character gets a substitute
+    # Worth knowing, but no failure: a head that is not tied, an adapter that is ignored.
+    warnings.showwarning = lambda message, *_, **__: print(f"{name}: note: {message}", file=sys.stderr)
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:  # the reader of our output has seen enough
@@ -61,8 +65,9 @@ class Parser(argparse.ArgumentParser):
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", metavar="REF", help="a checkpoint folder, as a hub snapshot has it; default: the bundled demo"
+        "--model", metavar="REF", help="a checkpoint folder or a hub id, Qwen/Qwen3-0.6B say; default: the bundled demo"
     )
+    group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, mps; default: the best that is there")
     group.add_argument(
         "--dtype",
@@ -153,32 +158,40 @@ def sampling_params(args: argparse.Namespace, logprobs: int | None = None) -> "S
     )
 
 
-def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer]":
-    """Load what --model names, with a progress bar where somebody watches. Sets args.model where nothing was named."""
+def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer, Source]":
+    """Load what --model names, with a progress bar where somebody watches."""
     import torch
 
     from qwen_scratch.loading import load
-    from qwen_scratch.source import find
 
-    if args.model is None:
-        args.model = find().ref
-        if not args.quiet:
-            print(
-                "no --model given: this is the bundled demo, which calculates and tells small stories. For a real one: "
-                "hf download Qwen/Qwen3-0.6B --local-dir qwen3-0.6b, then --model qwen3-0.6b",
-                file=sys.stderr,
-            )
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
             raise InputError(f"--threads must be from 1 to 1024, not {args.threads}")
         torch.set_num_threads(args.threads)
-    return load(
-        args.model,
+    source = find_from_options(args)
+    model, tokenizer = load(
+        source.folder,
         device=args.device,
         dtype=args.dtype,
         exact=args.exact,
         progress=sys.stderr.isatty() and not args.quiet,
     )
+    return model, tokenizer, source
+
+
+def find_from_options(args: argparse.Namespace) -> "Source":
+    """Where the checkpoint lies that --model and --revision name, downloaded if need be."""
+    from qwen_scratch.source import find
+
+    if args.quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if args.model is None and not args.quiet:
+        print(
+            "no --model given: this is the bundled demo, which calculates and tells small stories. "
+            "For a real one: --model Qwen/Qwen3-0.6B",
+            file=sys.stderr,
+        )
+    return find(args.model, args.revision)
 
 
 def read_prompt(args: argparse.Namespace) -> Any:

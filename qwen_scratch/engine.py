@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qwen_scratch.cache import KVCache
-from qwen_scratch.errors import InputError
+from qwen_scratch.errors import InputError, is_out_of_memory
 from qwen_scratch.model import Qwen
 from qwen_scratch.sampling import Sampler
 
@@ -57,15 +57,30 @@ def run(model: Qwen, requests: list[Request], cache: KVCache | None = None) -> I
 
     Raises:
         InputError: an empty prompt, an id the model has no embedding for, a cache that is too short. Before any token.
-        RuntimeError: the logits are not finite.
+        RuntimeError: the logits are not finite, or the memory does not suffice.
     """
     for request in requests:
         check_ids(request.prompt_ids, model.config.vocab_size)
     room = max(len(r.prompt_ids) for r in requests) + max(r.max_new_tokens for r in requests)
-    if cache is None:
-        cache = KVCache(model.config, len(requests), room, device=model.device, dtype=model.dtype)
-    elif room > cache.max_seq_len:
+    if cache is not None and room > cache.max_seq_len:
         raise InputError(f"prompt and new tokens need {room} positions, but the cache has {cache.max_seq_len}")
+    try:
+        if cache is None:
+            cache = KVCache(model.config, len(requests), room, device=model.device, dtype=model.dtype)
+        yield from steps(model, requests, cache)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        weights = model.config.num_parameters * model.dtype.itemsize
+        keys = len(requests) * room * model.config.kv_bytes_per_token(model.dtype)
+        raise RuntimeError(
+            f"out of memory on {model.device}: the weights take {weights / 2**20:,.0f} MiB and the KV cache {keys / 2**20:,.0f} "
+            f"MiB for {room} positions; fewer new tokens, a shorter prompt or a smaller --dtype need less"
+        ) from None
+
+
+def steps(model: Qwen, requests: list[Request], cache: KVCache) -> Iterator[tuple[Request, int]]:
+    """Prefill, then one token after the other."""
     for request in requests:
         request.sampler.begin(request.prompt_ids, model.config.vocab_size, model.device)
 

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     params = cli.sampling_params(args, args.logprobs)
 
     start = perf_counter()
-    model, tokenizer = cli.load_from_options(args)
+    model, tokenizer, source = cli.load_from_options(args)
     load_s = perf_counter() - start
 
     from qwen_scratch import output
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     result = running.result
     if not args.quiet:
         for line in (
-            output.model_line(args.model, model, result.kv_cache_bytes),
+            output.model_line(source, model, result.kv_cache_bytes),
             output.sampling_line(result.sampling),
             *result.notices,
         ):
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         else output.print_stream(running, show_thinking=not (args.quiet or args.hide_thinking))
     )
     if args.json:
-        print(output.result_json(args.model, prompt, model, tokenizer, result, load_s))
+        print(output.result_json(source, prompt, model, tokenizer, result, load_s))
     if not args.quiet:
         print(output.speed_line(result), file=sys.stderr)
     return code

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qwen_scratch.checkpoint import load_weights, open_checkpoint
-from qwen_scratch.config import read_dtype
-from qwen_scratch.errors import InputError
+from qwen_scratch.checkpoint import load_weights, open_checkpoint, settle_head
+from qwen_scratch.config import QwenConfig, read_dtype
+from qwen_scratch.errors import InputError, is_out_of_memory
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -20,23 +20,26 @@ def load(
     ref: str | Path | None = None,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
-    *,
+    revision: str | None = None,
     exact: bool = False,
+    *,
     progress: bool = False,
 ) -> tuple[Qwen, Tokenizer]:
-    """Load a checkpoint folder: the model and its tokenizer.
+    """Load a checkpoint: the model and its tokenizer.
 
     Args:
-        ref: a folder as a hub snapshot has it; None: the bundled demo.
+        ref: a folder as a hub snapshot has it, or a hub id; None: the bundled demo. See `source.find`.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the best that is there.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto": see `choose_dtype`.
+        revision: a branch, tag or commit, where the checkpoint comes from the hub.
         exact: ask for the path that equals the reference bit for bit; so far it is the only one.
         progress: show a bar on stderr where loading takes more than a second.
 
     Raises:
         InputError: the checkpoint, device or dtype cannot be used; the message says why.
+        RuntimeError, OSError: a download or the reading failed.
     """
-    folder = find(ref).folder
+    folder = find(ref, revision).folder
     return load_model(folder, device, dtype, exact=exact, progress=progress), Tokenizer(folder)
 
 
@@ -44,21 +47,36 @@ def load_model(
     ref: str | Path | None = None,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
-    *,
+    revision: str | None = None,
     exact: bool = False,
+    *,
     progress: bool = False,
 ) -> Qwen:
     """As `load`, for a checkpoint that has no tokenizer."""
     device = choose_device(device)
-    checkpoint = open_checkpoint(find(ref).folder)
+    checkpoint = settle_head(open_checkpoint(find(ref, revision).folder))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
-    with torch.device("meta"), NoInit():  # shapes only: no memory is taken and no random numbers are drawn
-        model = Qwen(checkpoint.config)
-    load_weights(model, checkpoint, device, dtype, progress)
+    model = shapes_only(checkpoint.config)
+    try:
+        load_weights(model, checkpoint, device, dtype, progress)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        need = model.config.num_parameters * dtype.itemsize / 2**20
+        raise RuntimeError(
+            f"out of memory on {device}: the weights need {need:,.0f} MiB in {str(dtype).removeprefix('torch.')}; "
+            "a smaller --dtype or another --device may do"
+        ) from None
     model.generation_config = checkpoint.generation_config
     if device.type == "mps":
         expand_heads(model)
     return model.eval()
+
+
+def shapes_only(config: QwenConfig) -> Qwen:
+    """A model that takes no memory and draws no random numbers, to be filled or only looked at."""
+    with torch.device("meta"), NoInit():
+        return Qwen(config)
 
 
 def expand_heads(model: Qwen) -> None:

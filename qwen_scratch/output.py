@@ -12,6 +12,7 @@ import torch
 from qwen_scratch.cli import ANSWERED, INTERRUPTED
 from qwen_scratch.completion import Completion, Stream
 from qwen_scratch.model import Qwen
+from qwen_scratch.source import Source
 from qwen_scratch.template import parse_tool_calls
 from qwen_scratch.text import Tokenizer
 
@@ -72,11 +73,11 @@ def drain(running: Stream) -> int:
         return INTERRUPTED
 
 
-def model_line(ref: str, model: Qwen, kv_cache_bytes: int | None = None) -> str:
+def model_line(source: Source, model: Qwen, kv_cache_bytes: int | None = None) -> str:
     weights = model.config.num_parameters * model.dtype.itemsize
     yarn = f"YaRN x{model.config.yarn.factor:g} (on for every length), " if model.config.yarn else ""
     return (
-        f"{ref}: {model.config.model_type}, {model.config.num_parameters:,} parameters, {yarn}"
+        f"{source}: {model.config.model_type}, {model.config.num_parameters:,} parameters, {yarn}"
         f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB"
         + (f", KV cache {mib(kv_cache_bytes)} MiB" if kv_cache_bytes is not None else "")
     )
@@ -100,11 +101,13 @@ def speed_line(result: Completion) -> str:
     )
 
 
-def result_json(ref: str, prompt: Any, model: Qwen, tokenizer: Tokenizer, result: Completion, load_s: float) -> str:
+def result_json(
+    source: Source, prompt: Any, model: Qwen, tokenizer: Tokenizer, result: Completion, load_s: float
+) -> str:
     """The machine-readable result, one JSON object."""
     fields: dict[str, Any] = {
-        "model": ref,
-        "revision": None,  # a folder has none
+        "model": source.ref,
+        "revision": source.revision,
         "device": str(model.device),
         "dtype": dtype_name(model),
         "prompt": prompt,

@@ -19,6 +19,7 @@ from qwen_scratch.model import Qwen
 from qwen_scratch.observe import OPS, observe
 from qwen_scratch.reference import Reference
 from qwen_scratch.sampling import Sampler, SamplingParams
+from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
 
 PROMPT = (
@@ -212,7 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
         f"precision within a mean KL divergence of {KL_ALIKE:g}. Off the CPU these two bounds hold throughout.",
         allow_abbrev=False,
     )
-    parser.add_argument("ref", metavar="REF", help="a checkpoint folder")
+    parser.add_argument("ref", metavar="REF", help="a checkpoint folder or a hub id")
     parser.add_argument(
         "--dtype", help="float32, bfloat16, float16; default: float32 and bfloat16, one after the other"
     )
@@ -230,11 +231,12 @@ def main(argv: list[str]) -> int:
     if args.steps < 1:
         raise InputError(f"--steps must be at least 1, not {args.steps}")
     device = choose_device(args.device)
+    folder = str(find(args.ref).folder)
     ok = True
     for dtype in [args.dtype] if args.dtype else ["float32", "bfloat16"]:
-        model = load_model(args.ref, device=device, dtype=dtype, exact=True)
-        ids = prompt_ids(args.ref, args.prompt, model.config.vocab_size)
-        report = check(model, Reference(args.ref, model.dtype, device), ids, args.steps)
+        model = load_model(folder, device=device, dtype=dtype, exact=True)
+        ids = prompt_ids(folder, args.prompt, model.config.vocab_size)
+        report = check(model, Reference(folder, model.dtype, device), ids, args.steps)
         print(json.dumps(report) if args.json else table(report) + "\n", flush=True)
         ok = ok and report["ok"]
         del model

@@ -10,8 +10,9 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from qwen_scratch.checkpoint import read_json
 from qwen_scratch.errors import InputError
+from qwen_scratch.files import read_json
+from qwen_scratch.foreign import file_looks
 from qwen_scratch.template import Message, prepared, read_template, template_environment
 
 
@@ -29,7 +30,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
             decoder = json.loads(self._tokenizer.to_str())["decoder"]
         except Exception as error:  # the library raises bare Exceptions
-            raise InputError(f"{file} cannot be read: {error}") from None
+            raise InputError(f"{file} cannot be read: {error}; it is {file_looks(file)}") from None
         if (decoder or {}).get("type") != "ByteLevel":
             raise InputError(f"{file} is not a byte-level tokenizer, as every Qwen has one; its decoder is {decoder}")
         self._tokenizer.no_truncation()  # some files carry training-time limits
