@@ -161,7 +161,7 @@ def require_size(name: str, value: Any) -> None:
 
 
 def require_number(name: str, value: Any, above: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < 1e30:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < 2**53:
         raise InputError(f"config.json: {name} must be a number above {above:g}, not {value!r}")
 
 

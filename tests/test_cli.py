@@ -218,10 +218,6 @@ def test_wrong_input(script, generate, tmp_path, options, words):
     failed(generate(*options), *words)
 
 
-def test_no_model_given(generate):
-    failed(generate("hi"), "--model")
-
-
 def test_wrong_checkpoints(script, generate, tmp_path):
     def spoiled(name, **changes):
         folder = shutil.copytree(script, tmp_path / name)
