@@ -166,6 +166,7 @@ def stream(
     tools: list[dict[str, Any]] | None = None,
     literal_specials: bool = False,
     max_context: int | None = None,
+    truncate: bool = False,
 ) -> Stream:
     """Generate, and yield each token's text as soon as it is known.
 
@@ -179,20 +180,31 @@ def stream(
         literal_specials: what the prompt spells like a control token (`<|im_end|>`) is plain text; by default, as in the
             reference, it is that token.
         max_context: fewer positions than the model has, to bound the cache.
+        truncate: of a prompt that is too long keep the end, and leave a quarter of the context for the answer.
 
     Raises:
         InputError: nothing to generate from, or more than the context holds. Before any work is done.
     """
     encoded = encode_prompt(tokenizer, prompt, raw, system, thinking, tools, literal_specials)
-    return Stream(model, tokenizer, prepare(model, encoded, params or SamplingParams(), max_context))
+    return Stream(model, tokenizer, prepare(model, encoded, params or SamplingParams(), max_context, truncate))
 
 
-def prepare(model: Qwen, encoded: Encoded, params: SamplingParams, max_context: int | None) -> Completion:
+def prepare(
+    model: Qwen, encoded: Encoded, params: SamplingParams, max_context: int | None, truncate: bool = False
+) -> Completion:
     """The request with all its values settled, and the result that it will fill."""
     sampler = Sampler(params, model.generation_config)
     ids = encoded.ids
     check_ids(ids, model.config.vocab_size)
     context = context_limit(model, max_context)
+    notices = []
+    if truncate and len(ids) >= context > 1:
+        kept = context - max(1, context // 4)
+        cut = len(ids) - kept
+        notices.append(
+            f"the prompt has {len(ids)} tokens, too many for a context of {context}: its first {cut} are cut"
+        )
+        ids = ids[-kept:]
     if len(ids) >= context:
         raise InputError(
             f"the prompt has {len(ids)} tokens, which leaves no room for an answer in a context of {context} "
@@ -217,6 +229,7 @@ def prepare(model: Qwen, encoded: Encoded, params: SamplingParams, max_context: 
         kv_cache_bytes=(len(ids) + new) * model.config.kv_bytes_per_token(model.dtype),
         stop=tuple(params.stop),
         request=request,
+        notices=notices,
     )
     if new < sampler.max_new_tokens:
         result.notices.append(

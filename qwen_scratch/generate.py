@@ -24,6 +24,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
     parser.add_argument("--messages", metavar="FILE.json", help="a whole conversation: a list of {role, content}")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="cut the beginning of a prompt that does not fit, instead of refusing it",
+    )
     parser.add_argument("--tools", metavar="FILE.json", help="functions the model may call, handed to the template")
     cli.add_template_options(parser)
     cli.add_model_options(parser)
@@ -66,6 +71,7 @@ def main(argv: list[str]) -> int:
         tools=tools,
         literal_specials=args.literal_specials,
         max_context=args.max_context,
+        truncate=args.truncate,
     )
     result = running.result
     if not args.quiet:

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from qwen_scratch.checkpoint import Header
 from qwen_scratch.errors import InputError
-from qwen_scratch.files import INDEX, WEIGHTS, read_config, read_index
+from qwen_scratch.files import INDEX, WEIGHTS, read_config, read_index, shortlist
 from qwen_scratch.foreign import folder_looks
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -71,25 +71,27 @@ def download(repo_id: str, revision: str | None = None) -> Source:
     source = small_files(repo_id, revision)
     fetch(repo_id, source.revision, weight_files(source.folder))
     if not (source.folder / INDEX).exists() and not (source.folder / WEIGHTS).exists():
-        refuse_without_weights(source)
+        refuse(source, f"has neither {WEIGHTS} nor {INDEX}")
     return source
 
 
 def small_files(repo_id: str, revision: str | None = None) -> Source:
     """The same without the weights."""
     source = fetch(repo_id, revision, SMALL_FILES)
+    if not (source.folder / "config.json").exists():
+        refuse(source, "has no config.json")
     read_config(source.folder)
     return source
 
 
-def refuse_without_weights(source: Source) -> NoReturn:
-    """Say what the repository has instead of safetensors."""
+def refuse(source: Source, reason: str) -> NoReturn:
+    """Say what a repository has instead of what is needed."""
     from huggingface_hub import HfApi
 
     with hub_errors(source.ref, source.revision):
         names = HfApi().list_repo_files(source.ref, revision=source.revision)
-    looks = folder_looks(source.folder, names) or "found no weight files at all"
-    raise InputError(f"{source.ref} has neither {WEIGHTS} nor {INDEX}; {looks}")
+    looks = folder_looks(source.folder, names) or f"it holds {shortlist(sorted(names)) or 'nothing'}"
+    raise InputError(f"{source.ref} {reason}; {looks}")
 
 
 def remote_headers(source: Source) -> dict[Path, Header] | None:
@@ -106,7 +108,7 @@ def remote_headers(source: Source) -> dict[Path, Header] | None:
             try:
                 found = HfApi().parse_safetensors_file_metadata(source.ref, file.name, revision=source.revision)
             except EntryNotFoundError:
-                refuse_without_weights(source)
+                refuse(source, f"lacks {file.name}")
             headers[file] = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in found.tensors.items()}
     return headers
 

@@ -169,6 +169,14 @@ def test_context_limits(tmp_path, generate):
     assert "at most 4 new tokens instead of 32768" in done.stderr.decode()
     failed(generate("1" * 20, "--raw", "--model", folder, "--max-context", 16), "20 > 16")
     failed(generate("1", "--raw", "--model", folder, "--max-context", 65), "1 to 64")
+    done = generate("2" * 30 + "1" * 48, "--raw", "--model", folder, "--truncate", "--json")
+    out = json.loads(done.stdout)
+    assert out["prompt_tokens"] == 48
+    assert len(set(out["input_ids"])) == 1  # the end is what stays
+    assert out["generated_tokens"] == 16
+    assert "78 tokens, too many for a context of 64: its first 30 are cut" in done.stderr.decode()
+    done = generate("1" * 20, "--raw", "--model", folder, "--truncate", "--json", "--max-new-tokens", 2)
+    assert json.loads(done.stdout)["prompt_tokens"] == 20
 
 
 @pytest.mark.parametrize(

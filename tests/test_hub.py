@@ -131,6 +131,7 @@ def test_a_shard_that_the_hub_lacks(hub, ask, checkpoint, tmp_path):
     hub.repos[REPO] = folder = shutil.copytree(checkpoint, tmp_path / "files")
     (folder / SHARDS[1]).unlink()
     failed(ask(), SHARDS[1], "1 of 2 shards")
+    failed(ask(module="check"), f"lacks {SHARDS[1]}")
 
 
 def test_a_dropped_connection_is_resumed(hub, environment, tmp_path):
@@ -188,6 +189,10 @@ def test_pickles_are_not_downloaded(hub, ask, checkpoint, tmp_path):
     for module in ("generate", "check"):
         failed(ask(module=module), REPO, "pytorch_model.bin", "pickles")
     assert "pytorch_model.bin" not in hub.files_asked()
+    (folder / "config.json").unlink()
+    (folder / "pytorch_model.bin").rename(folder / "model-q4.gguf")
+    hub.repos["someone/gguf"] = folder
+    failed(ask(model="someone/gguf"), "no config.json", "model-q4.gguf", "llama.cpp")
 
 
 def test_a_folder_of_that_name_wins(hub, ask, checkpoint, tmp_path):
