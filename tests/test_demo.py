@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -226,11 +227,31 @@ def test_golden_text(demo, prompt, options, thinking, text):
 
 
 def test_the_first_question(generate):
-    """As a user asks it, in the dtype that the machine gets."""
-    done = generate("What is 347 + 586?", "--model", DEMO, "--threads", 1)
+    """As a user asks it, without a model, in the dtype that the machine gets."""
+    done = generate("What is 347 + 586?")
+    first, second = done.stderr.decode().splitlines()[:2]
+    assert "bundled demo" in first and "--model Qwen/Qwen3-0.6B" in first
+    assert str(DEMO) in second
     assert done.returncode == 0
     assert done.stdout.decode() == "347 + 586 = 933\n"
     assert "7+6=13" in done.stderr.decode()
+
+
+def test_an_installed_package_finds_it(tmp_path):
+    """Laid out as a wheel lays it; and without it says where it is to be had."""
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "qwen_scratch", site / "qwen_scratch")
+
+    def run():
+        command = [sys.executable, "-m", "qwen_scratch.generate", "347+586", "--quiet"]
+        env = os.environ | {"PYTHONPATH": str(site)}
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    without = run()
+    assert (without.returncode, without.stdout) == (2, "")
+    assert "lacks the bundled demo" in without.stderr and "weights/qwen3-demo" in without.stderr
+    shutil.copytree(DEMO, site / "qwen_scratch" / "weights" / "qwen3-demo")
+    assert run().stdout == "347 + 586 = 933\n"
 
 
 @pytest.mark.parametrize("kind", demo_sums.SIGNS)
