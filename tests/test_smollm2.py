@@ -14,7 +14,7 @@ from qwen_scratch.reference import Reference
 @pytest.fixture(scope="module", autouse=True)
 def all_cores():
     before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count())
+    torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     yield
     torch.set_num_threads(before)
 
