@@ -176,6 +176,8 @@ def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer, Sourc
         exact=args.exact,
         progress=sys.stderr.isatty() and not args.quiet,
     )
+    if args.threads is None and model.config.num_parameters < 10_000_000:
+        torch.set_num_threads(1)  # so small a model gains nothing from more, and beside other programs loses much
     return model, tokenizer, source
 
 
