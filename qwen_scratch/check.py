@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 from qwen_scratch import cli
-from qwen_scratch.checkpoint import FLOATS, Checkpoint, open_checkpoint, refuse_misfits
+from qwen_scratch.checkpoint import FLOATS, Checkpoint, has_second_head, open_checkpoint, refuse_misfits
+from qwen_scratch.completion import eos_ids
 from qwen_scratch.config import DTYPES
-from qwen_scratch.errors import InputError
+from qwen_scratch.files import present
 from qwen_scratch.loading import shapes_only
+from qwen_scratch.sampling import Sampler, SamplingParams
 from qwen_scratch.source import Source, find, remote_headers
 from qwen_scratch.text import Tokenizer
 
@@ -17,7 +19,8 @@ from qwen_scratch.text import Tokenizer
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
         prog="python -m qwen_scratch.check",
-        description="Say whether a checkpoint would load, and what it is and needs; no weights are read or downloaded.",
+        description="Say whether a checkpoint would load, and what it is and needs; no weights are read or downloaded. "
+        "A weight file on the hub that is cut off shows only once it is here.",
         epilog="Exit codes: 0 it would load, 1 the hub cannot be reached, 2 it would not load.",
         allow_abbrev=False,
     )
@@ -33,11 +36,15 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     source = find(args.ref, args.revision, weights=False)
     checkpoint = open_checkpoint(source.folder, remote_headers(source))
-    if (
-        checkpoint.config.tie_word_embeddings
-    ):  # a head beside it is not wrong; only the weights tell whether it is a copy
-        checkpoint.tensors.pop("lm_head.weight", None)
-    refuse_misfits(checkpoint, shapes_only(checkpoint.config))
+    if has_second_head(checkpoint):
+        note = "a head is stored beside the embedding that it is tied to; if it is no copy, it is not tied"
+        print(f"check: note: {note}", file=sys.stderr)
+        del checkpoint.tensors["lm_head.weight"]
+    model = shapes_only(checkpoint.config)
+    refuse_misfits(checkpoint, model)
+    model.generation_config = checkpoint.generation_config
+    Sampler(SamplingParams(), model.generation_config)  # refuse what a run would refuse
+    eos_ids(model)
     report = describe(source, checkpoint)
     print(json.dumps(report, ensure_ascii=False) if args.json else table(report))
     return cli.ANSWERED
@@ -47,13 +54,13 @@ def describe(source: Source, checkpoint: Checkpoint) -> dict[str, Any]:
     """What there is to know without the weights. Memory is in MiB."""
     config = checkpoint.config
     places = [place for places in checkpoint.tensors.values() for place in places]
-    try:
+    text = "no tokenizer.json, so only token ids (load_model)"
+    if present(source.folder / "tokenizer.json"):
         tokenizer = Tokenizer(source.folder)
+        tokenizer.check_template()
         text = "a tokenizer" + (
             " and a chat template" if tokenizer.template else ", but no chat template: generate --raw"
         )
-    except InputError as error:
-        text = f"only token ids (load_model), as: {error}"
     return {
         "model": source.ref,
         "revision": source.revision,

@@ -19,7 +19,16 @@ from tqdm import tqdm
 
 from qwen_scratch.config import DTYPES, QwenConfig
 from qwen_scratch.errors import InputError
-from qwen_scratch.files import INDEX, existing_folder, read_config, read_index, read_json, shard_files, shortlist
+from qwen_scratch.files import (
+    INDEX,
+    existing_folder,
+    present,
+    read_config,
+    read_index,
+    read_json,
+    shard_files,
+    shortlist,
+)
 from qwen_scratch.foreign import file_looks
 from qwen_scratch.model import Qwen
 
@@ -68,7 +77,7 @@ def open_checkpoint(folder: str | Path, headers: dict[Path, Header] | None = Non
     folder = existing_folder(folder)
     config = read_config(folder)  # first: refuses other models before their files
     generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if generation.exists() else {}
+    generation_config = read_json(generation) if present(generation) else {}
     if headers is None:
         headers = {file: read_header(file) for file in shard_files(folder)}
     if (folder / "adapter_config.json").exists():
@@ -84,7 +93,7 @@ def read_header(file: Path) -> Header:
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size
         raise InputError(
-            f"{file} ({size:,} bytes) is not a whole safetensors file: {error}; it is {file_looks(file)}"
+            f"{file} ({size:,} bytes) is not a whole safetensors file but {file_looks(file)} ({error})"
         ) from None
 
 
@@ -165,12 +174,9 @@ def settle_head(checkpoint: Checkpoint) -> Checkpoint:
     Some tools store a tied head a second time: an equal copy is left out. One that differs was trained, so it is used, and the
     head is not tied, as in the reference.
     """
-    head = checkpoint.tensors.get("lm_head.weight")
-    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
-    if not checkpoint.config.tie_word_embeddings or not head or not embedding:
+    if not has_second_head(checkpoint):
         return checkpoint
-    if not {head[0].dtype, embedding[0].dtype} <= FLOATS.keys() or head[0].shape != embedding[0].shape:
-        return checkpoint  # the ledger will say it
+    head, embedding = (checkpoint.tensors[name] for name in ("lm_head.weight", "model.embed_tokens.weight"))
     (_, a), (_, b) = read_tensors({"embedding": embedding, "head": head}, torch.device("cpu"))
     if torch.equal(a.float(), b.float()):
         others = {name: places for name, places in checkpoint.tensors.items() if name != "lm_head.weight"}
@@ -181,6 +187,14 @@ def settle_head(checkpoint: Checkpoint) -> Checkpoint:
         stacklevel=2,
     )
     return replace(checkpoint, config=replace(checkpoint.config, tie_word_embeddings=False))
+
+
+def has_second_head(checkpoint: Checkpoint) -> bool:
+    """Whether a head is stored beside the embedding that it is tied to. One of another form is left to the ledger."""
+    head, embedding = (checkpoint.tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if not checkpoint.config.tie_word_embeddings or not head or not embedding or len(head + embedding) > 2:
+        return False
+    return {head[0].dtype, embedding[0].dtype} <= FLOATS.keys() and head[0].shape == embedding[0].shape
 
 
 def refuse_misfits(checkpoint: Checkpoint, model: Qwen) -> None:

@@ -85,6 +85,7 @@ class QwenConfig:
                 f"config.json: model_type {model_type!r} is not supported; this package runs qwen2 and qwen3"
             )
         named = data.get("architectures") or []
+        named = named if isinstance(named, list) else [named]
         if named and not set(named) & set(ARCHITECTURES[model_type]):
             raise InputError(
                 f"config.json: architecture {named[0]!r} is not supported, only {ARCHITECTURES[model_type][0]}"
@@ -107,6 +108,10 @@ class QwenConfig:
             raise InputError(f"config.json lacks {', '.join(missing)}")
         for key in needed:
             require_size(key, data[key])
+        if data["num_hidden_layers"] > 1000:
+            raise InputError(
+                f"config.json: {data['num_hidden_layers']} layers cannot be meant; large models have about 100"
+            )
         refuse_sliding_window(data)
 
         is_qwen3 = model_type == "qwen3"

@@ -1,6 +1,8 @@
 """The small files of a checkpoint folder, and which large ones belong to it."""
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ def existing_folder(path: str | Path) -> Path:
     if found != "a folder":
         raise InputError(f"{folder} is {found}; give the folder that holds config.json and the .safetensors files")
     return folder
+
+
+def present(file: Path) -> bool:
+    """Whether there is such a file; a link that leads nowhere is a cache with a hole in it, and not the same as no file."""
+    if file.is_symlink() and not file.exists():
+        raise InputError(f"{file} is a link to a file that is gone; download the checkpoint again")
+    return file.is_file()
 
 
 def read_json(file: Path, once: bool = False) -> dict[str, Any]:
@@ -45,7 +54,7 @@ def read_json(file: Path, once: bool = False) -> dict[str, Any]:
 
 def read_config(folder: Path) -> QwenConfig:
     """config.json, refused where it is not of a model that runs here."""
-    if not (folder / "config.json").exists():
+    if not present(folder / "config.json"):
         looks = folder_looks(folder, names_in(folder)) or "give the folder that holds it and the .safetensors files"
         raise InputError(f"{folder} has no config.json; {looks}")
     data = read_json(folder / "config.json")
@@ -61,14 +70,15 @@ def read_config(folder: Path) -> QwenConfig:
 def read_index(folder: Path) -> dict[str, str] | None:
     """Which shard holds which tensor; None where there is no index."""
     file = folder / INDEX
-    if not file.exists():
+    if not present(file):
         return None
     index = read_json(file, once=True).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise InputError(f"{file} has no weight_map")
-    outside = sorted({str(name) for name in index.values() if not isinstance(name, str) or Path(name).name != name})
-    if outside:
-        raise InputError(f"{file} names files outside its folder: {shortlist(outside)}")
+    # Plain names only: a path could leave the folder, and on the hub a pattern would fetch more than is meant.
+    wrong = sorted({str(name) for name in index.values() if not re.fullmatch(r"[\w.-]{1,200}\.safetensors", str(name))})
+    if wrong:
+        raise InputError(f"{file} names weight files that are none of its folder's .safetensors: {shortlist(wrong)}")
     return index
 
 
@@ -76,11 +86,8 @@ def shard_files(folder: Path) -> list[Path]:
     """The weight files: those the index names, or else the single model.safetensors. Never a blind glob."""
     index = read_index(folder)
     if index is None:
-        single = folder / WEIGHTS
-        if single.exists():
-            return [single]
-        if single.is_symlink():
-            raise InputError(f"{single} is a link to a file that is gone; download the checkpoint again")
+        if present(folder / WEIGHTS):
+            return [folder / WEIGHTS]
         names = names_in(folder)
         found = sorted(name for name in names if name.endswith(".safetensors"))
         looks = (
@@ -88,6 +95,8 @@ def shard_files(folder: Path) -> list[Path]:
         )
         raise InputError(f"{folder} has neither {WEIGHTS} nor {INDEX}; {looks}")
     names = sorted(set(index.values()))
+    if (folder / WEIGHTS).exists() and WEIGHTS not in names:
+        warnings.warn(f"{folder} has both {INDEX} and {WEIGHTS}; the files that the index names are used", stacklevel=2)
     missing = [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
     if missing:
         raise InputError(

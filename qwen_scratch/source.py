@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from qwen_scratch.checkpoint import Header
 from qwen_scratch.errors import InputError
@@ -86,28 +86,23 @@ def small_files(repo_id: str, revision: str | None = None) -> Source:
 
 def refuse(source: Source, reason: str) -> NoReturn:
     """Say what a repository has instead of what is needed."""
-    from huggingface_hub import HfApi
-
-    with hub_errors(source.ref, source.revision):
-        names = HfApi().list_repo_files(source.ref, revision=source.revision)
+    with hub_errors(source.ref, source.revision) as hub:
+        names = hub.HfApi().list_repo_files(source.ref, revision=source.revision)
     looks = folder_looks(source.folder, names) or f"it holds {shortlist(sorted(names)) or 'nothing'}"
     raise InputError(f"{source.ref} {reason}; {looks}")
 
 
 def remote_headers(source: Source) -> dict[Path, Header] | None:
     """What the weight files of a checkpoint on the hub hold, by reading their headers alone; None: they are all here."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import EntryNotFoundError
-
     files = [source.folder / name for name in weight_files(source.folder)]
     if source.revision is None or all(file.exists() for file in files):
         return None
     headers = {}
-    with hub_errors(source.ref, source.revision):
+    with hub_errors(source.ref, source.revision) as hub:
         for file in files:
             try:
-                found = HfApi().parse_safetensors_file_metadata(source.ref, file.name, revision=source.revision)
-            except EntryNotFoundError:
+                found = hub.HfApi().parse_safetensors_file_metadata(source.ref, file.name, revision=source.revision)
+            except hub.errors.EntryNotFoundError:
                 refuse(source, f"lacks {file.name}")
             headers[file] = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in found.tensors.items()}
     return headers
@@ -120,20 +115,28 @@ def weight_files(folder: Path) -> list[str]:
 
 def fetch(repo_id: str, revision: str | None, files: list[str]) -> Source:
     """Have these files of a repository in the cache, as many of them as it has."""
-    from huggingface_hub import snapshot_download
-
-    with hub_errors(repo_id, revision):
-        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=files))
+    with hub_errors(repo_id, revision) as hub:
+        folder = Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=files))
     return Source(repo_id, folder, folder.name)
 
 
-@contextmanager
-def hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
-    """What can go wrong with the hub, in one line each."""
-    from huggingface_hub import constants, errors
-
+def hub_library() -> Any:
+    """Imported when it is first needed; it reads its environment variables then."""
     try:
-        yield
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ValueError as error:
+        raise InputError(f"one of the HF_... environment variables cannot be read: {error}") from None
+    return huggingface_hub
+
+
+@contextmanager
+def hub_errors(repo_id: str, revision: str | None) -> Iterator[Any]:
+    """The hub's library, and what can go wrong with it in one line each."""
+    hub = hub_library()
+    errors = hub.errors
+    try:
+        yield hub
     except errors.GatedRepoError:
         raise InputError(
             f"{repo_id} is gated: ask for access on its page, then set HF_TOKEN or run `hf auth login`"
@@ -146,8 +149,17 @@ def hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
         ) from None
     except errors.HFValidationError as error:
         raise InputError(f"{repo_id} cannot be a hub id: {error}") from None
-    except errors.LocalEntryNotFoundError as error:
-        if constants.HF_HUB_OFFLINE:
+    except errors.SafetensorsParsingError as error:
+        raise InputError(
+            f"a weight file of {repo_id} is not in safetensors but perhaps a git-lfs pointer, or empty: {error}"
+        ) from None
+    except UnicodeEncodeError:
+        raise InputError("HF_TOKEN holds characters that no token has") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        answer = getattr(error.__cause__, "response", None)
+        if answer is not None:
+            refuse_answer(repo_id, answer.status_code, error)
+        if hub.constants.HF_HUB_OFFLINE:
             raise InputError(
                 f"{repo_id} is neither a folder here nor wholly in the hub cache, and HF_HUB_OFFLINE forbids a download"
             ) from None
@@ -155,7 +167,18 @@ def hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
             f"the hub cannot be reached, and {repo_id} is neither a folder here nor wholly in the hub cache: "
             f"{error.__cause__ or error}"
         ) from None
+    except errors.HfHubHTTPError as error:
+        refuse_answer(repo_id, error.response.status_code, error)
     except (InputError, OSError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # the HTTP library has exceptions of its own
-        raise RuntimeError(f"the download of {repo_id} failed: {type(error).__name__}: {error}") from None
+        raise RuntimeError(f"{repo_id} could not be read from the hub: {type(error).__name__}: {error}") from None
+
+
+def refuse_answer(repo_id: str, status: int, error: Exception) -> NoReturn:
+    """The hub was reached, and said no."""
+    if status == 401:
+        raise InputError(
+            f"the hub refuses the token that was sent for {repo_id}: renew or unset HF_TOKEN (or `hf auth logout`)"
+        ) from None
+    raise RuntimeError(f"the hub answered {status} for {repo_id}; try again later: {error}") from None

@@ -11,6 +11,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen_scratch.errors import InputError
+from qwen_scratch.files import present
 
 Message = dict[str, Any]
 
@@ -18,9 +19,9 @@ Message = dict[str, Any]
 def read_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja comes before tokenizer_config.json, whose older form is a list of named templates."""
     file = folder / "chat_template.jinja"
-    if file.exists():
+    if present(file):
         try:
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8") or None
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{file} cannot be read: {error}") from None
     template = settings.get("chat_template")
@@ -29,7 +30,7 @@ def read_template(folder: Path, settings: dict[str, Any]) -> str | None:
         template = named[0].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise InputError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text, not {template!r:.60}")
-    return template
+    return template or None
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:

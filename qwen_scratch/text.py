@@ -11,7 +11,7 @@ import jinja2
 import tokenizers
 
 from qwen_scratch.errors import InputError
-from qwen_scratch.files import read_json
+from qwen_scratch.files import present, read_json
 from qwen_scratch.foreign import file_looks
 from qwen_scratch.template import Message, prepared, read_template, template_environment
 
@@ -22,7 +22,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         file = self.folder / "tokenizer.json"
-        if not file.exists():
+        if not present(file):
             raise InputError(
                 f"{self.folder} has no tokenizer.json; without one only token ids can be used (load_model)"
             )
@@ -36,7 +36,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # some files carry training-time limits
         self._tokenizer.no_padding()
         settings = self.folder / "tokenizer_config.json"
-        self.settings = read_json(settings) if settings.exists() else {}
+        self.settings = read_json(settings) if present(settings) else {}
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -156,6 +156,11 @@ class Tokenizer:
                 f"{self.folder} has no chat template (looked at chat_template.jinja and tokenizer_config.json); "
                 "only a text as it is can be continued (generate --raw)"
             )
+
+    def check_template(self) -> None:
+        """Refuse a template that does not compile; a missing one is no fault yet."""
+        if self.template is not None:
+            _ = self._compiled
 
     @cached_property
     def _named_tokens(self) -> dict[str, str]:

@@ -55,6 +55,8 @@ of a large Qwen3 is here in small.
 
 ## What it does
 
+Greedy, in float32; in bfloat16 the calculations are the same, and a story may take another turn.
+
 {shown}
 ## How often it is right
 

@@ -20,6 +20,7 @@ class Hub:
     gated: dict[str, str] = field(default_factory=dict)  # id → the token that opens it
     drop_once: dict[str, int] = field(default_factory=dict)  # file → break the connection behind so many bytes
     stall: dict[str, int] = field(default_factory=dict)  # file → stop sending there, and keep the connection
+    answers: int | None = None  # a status to answer everything with
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
 
     def commit(self, repo: str) -> str:
@@ -48,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         parts = path.removeprefix("/api/models").strip("/").split("/")
         repo, kind, revision, rest = "/".join(parts[:2]), *(*parts[2:4], "", "")[:2], "/".join(parts[4:])
         folder = self.hub.repos.get(repo)
+        if self.hub.answers:
+            return self.refuse(self.hub.answers, "")
         if folder is None:
             return self.refuse(404, "RepoNotFound")
         token = self.hub.gated.get(repo)
@@ -70,8 +73,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def refuse(self, status, code):
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
+        if code:
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", code)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qwen_scratch.checkpoint
-from qwen_scratch import InputError, SamplingParams, complete, load, load_model
+from qwen_scratch import InputError, SamplingParams, Tokenizer, complete, load, load_model
 from qwen_scratch.loading import choose_dtype, cpu_has_bfloat16
 from qwen_scratch.reference import Reference
 
@@ -279,10 +279,25 @@ def test_names_that_cannot_be_folders(tiny):
         load_model(tiny, device=None)
 
 
-def test_link_to_a_file_that_is_gone(tiny_copy):
-    (tiny_copy / "model.safetensors").unlink()
-    (tiny_copy / "model.safetensors").symlink_to(tiny_copy / "blob")
-    refused(tiny_copy, "link to a file that is gone")
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_link_to_a_file_that_is_gone(tiny_copy, name):
+    """A cache with a hole in it. Without generation_config.json, say, it would load, and not know where to stop."""
+    (tiny_copy / name).unlink()
+    (tiny_copy / name).symlink_to(tiny_copy / "blob")
+    with pytest.raises(InputError, match=f"{name} is a link to a file that is gone"):
+        load(tiny_copy, device="cpu")
+
+
+def test_absurd_numbers_of_layers_are_refused_at_once(tiny_copy):
+    edit_json(tiny_copy / "config.json", num_hidden_layers=1_000_000)
+    refused(tiny_copy, "1000000 layers cannot be meant")
+
+
+def test_an_empty_template_is_none(tiny_copy):
+    (tiny_copy / "chat_template.jinja").write_text("")
+    assert Tokenizer(tiny_copy).template is None
 
 
 def test_config_that_is_not_json(tiny_copy):
@@ -320,8 +335,9 @@ def test_missing_shard_is_named_before_any_tensor_is_read(sharded, monkeypatch, 
 
 def test_index_without_map_or_with_a_path_out(sharded):
     index = sharded / "model.safetensors.index.json"
-    edit_json(index, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
-    refused(sharded, "outside", "../elsewhere.safetensors")
+    for name in ("../elsewhere.safetensors", "pytorch_model.bin", "*", "", "..", "x" * 300 + ".safetensors", 7, None):
+        edit_json(index, weight_map={"model.norm.weight": name})
+        refused(sharded, "none of its folder's .safetensors", str(name))
     edit_json(index, weight_map=None)
     refused(sharded, "weight_map")
 
@@ -332,6 +348,13 @@ def test_tensor_in_two_shards(sharded):
     name = next(iter(tensors))
     save_file(load_file(second) | {name: tensors[name]}, second)
     refused(sharded, "1 stored twice", name)
+
+
+def test_single_file_beside_an_index(sharded):
+    """The files that the index names count, and it is said: the other one may be anything, of fewer bits say."""
+    (sharded / "model.safetensors").write_bytes(b"junk")
+    with pytest.warns(UserWarning, match="has both"):
+        load_model(sharded, device="cpu")
 
 
 def test_index_and_shards_of_different_checkpoints(sharded):

@@ -127,11 +127,47 @@ def test_gated(hub, ask):
     answered(ask(HF_TOKEN="hf_secret"))
 
 
+def test_a_hub_that_says_no(hub, ask):
+    """A stale token, and what is the hub's own fault."""
+    hub.answers = 401
+    failed(ask(HF_TOKEN="hf_stale"), "refuses the token", "HF_TOKEN")
+    hub.answers = 403
+    failed(ask(), "the hub answered 403", REPO, code=1)
+    failed(ask(HF_TOKEN="hf_é"), "HF_TOKEN holds characters")
+    failed(ask(HF_HUB_DOWNLOAD_TIMEOUT="abc"), "environment variables", "abc")
+
+
+def test_an_index_cannot_ask_for_more(hub, ask, checkpoint, tmp_path):
+    hub.repos[REPO] = folder = shutil.copytree(checkpoint, tmp_path / "files")
+    for name in ("pytorch_model.bin", "*"):
+        edit_json(folder / "model.safetensors.index.json", weight_map={"model.norm.weight": name})
+        failed(ask(), "none of its folder's .safetensors", name)
+        shutil.rmtree(tmp_path / "home")
+    assert not hub.files_asked() & {"pytorch_model.bin", "README.md", "model.gguf"}
+
+
+def test_check_refuses_what_a_run_would_refuse(ask, checkpoint, tmp_path):
+    def spoiled(name, file, text):
+        folder = shutil.copytree(checkpoint, tmp_path / name)
+        (folder / file).write_text(text)
+        return ask(model=f"./{name}", module="check")
+
+    failed(spoiled("a", "tokenizer.json", "{"), "tokenizer.json")
+    failed(spoiled("b", "generation_config.json", '{"temperature": "hot"}'), "temperature")
+    failed(spoiled("c", "generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id")
+    failed(spoiled("d", "chat_template.jinja", "{% if %}"), "does not compile")
+    done = spoiled("e", "chat_template.jinja", "")
+    assert done.returncode == 0
+    assert "no chat template" in done.stdout
+
+
 def test_a_shard_that_the_hub_lacks(hub, ask, checkpoint, tmp_path):
     hub.repos[REPO] = folder = shutil.copytree(checkpoint, tmp_path / "files")
     (folder / SHARDS[1]).unlink()
     failed(ask(), SHARDS[1], "1 of 2 shards")
     failed(ask(module="check"), f"lacks {SHARDS[1]}")
+    (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1")
+    failed(ask(module="check"), REPO, "git-lfs")
 
 
 def test_a_dropped_connection_is_resumed(hub, environment, tmp_path):
@@ -235,6 +271,7 @@ def test_check_reads_no_weights(hub, ask):
         if path.endswith(".safetensors") and method == "GET":
             assert wanted is not None
     assert "would load" in ask(module="check").stdout
+    failed(ask(module="check", HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE")  # the weights' headers are not in the cache
     answered(ask())
     asked = len(hub.asked)
     assert "would load" in ask(module="check", HF_HUB_OFFLINE="1").stdout  # from the cache alone
