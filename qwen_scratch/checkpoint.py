@@ -120,13 +120,18 @@ def parameter_name(key: str) -> str:
 
 
 def load_weights(
-    model: Qwen, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: bool = False
+    model: Qwen,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool = False,
+    to_be_copied: bool = False,
 ) -> None:
     """Fill a model that was built on the meta device, tensor by tensor, each exactly once.
 
     On the CPU a tensor that is stored in the wanted dtype is used memory-mapped: its pages are read when a
     product first touches them, and nothing is copied. Elsewhere, and when casting, the peak is the model
-    plus one tensor.
+    plus one tensor. `to_be_copied` says that the caller will copy the tensors and let go of them one by one.
 
     Raises:
         InputError: names, shapes or dtypes in the files do not fit the model; all of them are listed.
@@ -138,7 +143,7 @@ def load_weights(
     refuse_misfits(checkpoint, model)
 
     bar = tqdm(total=len(unfilled), desc="loading", unit="tensor", leave=False, delay=1, disable=not progress)
-    for name, tensor in read_tensors(checkpoint.tensors, device, dtype):
+    for name, tensor in read_tensors(checkpoint.tensors, device, dtype, to_be_copied):
         for alias in unfilled.pop(name):
             owner, _, attribute = alias.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor.to(dtype), requires_grad=False))
@@ -151,7 +156,7 @@ def load_weights(
 
 
 def read_tensors(
-    tensors: dict[str, list[Stored]], device: torch.device, dtype: torch.dtype | None = None
+    tensors: dict[str, list[Stored]], device: torch.device, dtype: torch.dtype | None = None, to_be_copied: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Walk the shards and put each tensor on its device, in the dtype it is stored in.
 
@@ -162,10 +167,17 @@ def read_tensors(
     opened: Path | None = None
     shard: Any = None
     for name, (place, *_) in tensors.items():
-        copied = device.type != "cpu" or dtype not in (None, FLOATS[place.dtype])
+        copied = to_be_copied or device.type != "cpu" or dtype not in (None, FLOATS[place.dtype])
         if opened != place.file or copied:
             opened, shard = place.file, safe_open(place.file, framework="pt", device=str(device))
         yield name, shard.get_tensor(place.key)
+
+
+def read_head(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The head's weight [V, D] alone, from a mapping of its own."""
+    name = "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
+    ((_, head),) = read_tensors({name: checkpoint.tensors[name]}, device, dtype, to_be_copied=True)
+    return head.to(dtype)
 
 
 def settle_head(checkpoint: Checkpoint) -> Checkpoint:

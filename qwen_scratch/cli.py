@@ -75,7 +75,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="float32, bfloat16, float16; default: the checkpoint's, or float32 where the CPU lacks bfloat16",
     )
     group.add_argument(
-        "--exact", action="store_true", help="the path that equals the reference bit for bit (so far the only one)"
+        "--exact",
+        action="store_true",
+        help="the path that equals the reference bit for bit; the default is close to it and quicker",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
     group.add_argument(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qwen_scratch.checkpoint import load_weights, open_checkpoint, settle_head
+from qwen_scratch.checkpoint import load_weights, open_checkpoint, read_head, settle_head
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
+from qwen_scratch.fast import accelerate, can_pack
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -32,7 +33,8 @@ def load(
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the best that is there.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto": see `choose_dtype`.
         revision: a branch, tag or commit, where the checkpoint comes from the hub.
-        exact: ask for the path that equals the reference bit for bit; so far it is the only one.
+        exact: the path that equals the reference bit for bit, and that is in model.py as it is read. By default a quicker one
+            that is close to it, on a CPU (see fast.py).
         progress: show a bar on stderr where loading takes more than a second.
 
     Raises:
@@ -58,7 +60,10 @@ def load_model(
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
     model = shapes_only(checkpoint.config)
     try:
-        load_weights(model, checkpoint, device, dtype, progress)
+        fast = not exact and can_pack(device, dtype)
+        load_weights(model, checkpoint, device, dtype, progress, to_be_copied=fast)
+        if fast:
+            accelerate(model, read_head(checkpoint, device, dtype))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Time and memory of loading, first token and decoding, against transformers in the same call.
+"""How near decoding comes to the speed of the memory, and how that compares with transformers in the same call.
 
-    python scripts/bench.py --model FOLDER [--against transformers] [--dtype bfloat16 float32] [--runs 5]
+    python scripts/bench.py --model REF [--against transformers] [--prompt-tokens 32,512] [--new-tokens 64]
+        [--exact] [--batch 1] [--runs 3] [--json] [--plot FILE.png]
 
-Every run is a process of its own; the two sides alternate, because machines drift; medians are printed. Load, first
-token and decoding are timed apart. Peak memory is resident memory, file-backed pages included, above what the process
-held once everything was imported. Linux only (it reads /proc).
+One new token reads every weight once, so weight bytes / read bandwidth is the least time that a step can take; the bandwidth is
+measured first, as the best of several ways to read more than any cache holds. Every run is a process of its own; the
+sides alternate, because machines drift, and medians are printed. Peak memory is resident memory, file-backed pages included,
+above what the process held once everything was imported. Linux only (it reads /proc).
 """
 
 import argparse
@@ -13,10 +15,11 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-SIDES = ("ours", "transformers")
+REFERENCE = "transformers"
 
 
 def status(key: str) -> int:
@@ -25,106 +28,188 @@ def status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def measure(side: str, args: argparse.Namespace, dtype: str) -> dict[str, float]:
-    """One run in this process."""
+def bandwidth(seconds: float = 4.0) -> float:
+    """The fastest that this process could read memory, in GB/s: sums, dot products and one-row products over 1 GB."""
+    import torch
+
+    numbers = torch.ones(2**28)  # 1 GiB of float32
+    matrix = numbers.view(torch.bfloat16).view(-1, 4096)  # the same bytes, [131072, 4096]
+    row = torch.ones(1, 4096, dtype=torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
+    ways = [
+        numbers.sum,
+        numbers.max,
+        lambda: numbers.dot(numbers),
+        lambda: torch.nn.functional.linear(row, matrix),
+        lambda: torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], ""),
+    ]
+    best = 0.0
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        for way in ways:
+            start = perf_counter()
+            way()
+            best = max(best, numbers.nbytes / (perf_counter() - start))
+    return best / 1e9
+
+
+def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One run in this process: `side` is transformers, exact or fast."""
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    if side == "ours":
-        import qwen_scratch.completion
-        import qwen_scratch.loading
-    else:
+    if side == REFERENCE:
         import transformers
         import transformers.models.qwen2.modeling_qwen2
         import transformers.models.qwen3.modeling_qwen3
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+    else:
+        import qwen_scratch.completion
+        import qwen_scratch.loading
     torch.nn.functional.linear(torch.ones(1, 64), torch.ones(64, 64))  # start the thread pool
     baseline = status("VmRSS")
 
     start = perf_counter()
-    if side == "ours":
-        model = qwen_scratch.load_model(args.model, device="cpu", dtype=dtype, exact=True)
+    model: Any
+    if side == REFERENCE:
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype))
+        model = qwen_scratch.load_model(args.model, "cpu", args.dtype, exact=side == "exact")
     load_s = perf_counter() - start
-    ids = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
 
-    def generate(new: int) -> float:
+    def generate(prompt: int, new: int) -> float:
+        ids = torch.randint(
+            0, model.config.vocab_size, (args.batch, prompt), generator=torch.Generator().manual_seed(0)
+        )
         start = perf_counter()
-        if side == "ours":
-            params = qwen_scratch.SamplingParams(max_new_tokens=new, temperature=0, ignore_eos=True)
-            made = len(qwen_scratch.complete(model, None, ids[0].tolist(), params).token_ids)
-        else:
-            mask = torch.ones_like(ids)
+        if side == REFERENCE:
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-            made = model.generate(ids, attention_mask=mask, **options).shape[1] - ids.shape[1]
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), **options).shape[1] - prompt
+        else:
+            params = qwen_scratch.SamplingParams(max_new_tokens=new, temperature=0, ignore_eos=True)
+            results = qwen_scratch.complete_batch(model, None, ids.tolist(), params)
+            made = len(results[-1].token_ids)
         assert made == new
         return perf_counter() - start
 
-    first_s = generate(1)
-    peak = status("VmHWM") - baseline
-    again_s = generate(1)  # pages are warm now; what more tokens take longer is decoding
-    decode_s = generate(args.new_tokens) - again_s
-    return {
-        "load_s": load_s,
-        "first_token_s": first_s,
-        "load_and_first_token_s": load_s + first_s,
-        "prefill_s": again_s,
-        "decode_tokens_per_s": (args.new_tokens - 1) / decode_s,
-        "peak_mib": peak / 2**20,
-        "weights_mib": sum(p.nbytes for p in model.parameters()) / 2**20,
-    }
+    first_s = generate(args.prompt_tokens[0], 1)
+    result: dict[str, Any] = {"load_s": load_s, "load_and_first_token_s": load_s + first_s, "cases": {}}
+    for prompt in args.prompt_tokens:
+        generate(prompt, 2)
+        prefill_s = min(generate(prompt, 1) for _ in range(2))
+        decode_s = generate(prompt, args.new_tokens) - prefill_s  # what more tokens take longer is decoding
+        speed = args.batch * (args.new_tokens - 1) / decode_s
+        result["cases"][prompt] = {"prefill_s": prefill_s, "decode_tokens_per_s": speed}
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if side != REFERENCE:
+        weights = model.config.num_parameters * model.dtype.itemsize  # packed ones are no parameters
+    return result | {"peak_mib": (status("VmHWM") - baseline) / 2**20, "weights_mib": weights / 2**20}
 
 
-def in_own_process(side: str, dtype: str) -> dict[str, float]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", side, dtype]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+def in_own_process(side: str, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", side]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{side} failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summarize(runs: list[dict[str, Any]], gbs: float, batch: int) -> dict[str, Any]:
+    """Medians over the runs of one side, with the achieved GB/s and the share of the limit per case."""
+    whole = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "cases"}
+    cases = {}
+    for prompt in runs[0]["cases"]:
+        case = {k: statistics.median(run["cases"][prompt][k] for run in runs) for k in runs[0]["cases"][prompt]}
+        case["gb_per_s"] = case["decode_tokens_per_s"] / batch * whole["weights_mib"] * 2**20 / 1e9
+        case["share_of_limit"] = case["gb_per_s"] / gbs
+        cases[prompt] = case
+    return whole | {"peak_of_weights": whole["peak_mib"] / whole["weights_mib"], "cases": cases}
+
+
+def table(summary: dict[str, Any]) -> str:
+    sides = list(summary)
+    lines = [f"{'':30}" + "".join(f"{side:>14}" for side in sides)]
+
+    def row(name: str, values: list[float], digits: int, ratios: bool) -> None:
+        cells = ""
+        for side, value in zip(sides, values, strict=True):
+            ratio = f" {value / values[0]:5.2f}x" if ratios and REFERENCE in summary and side != REFERENCE else ""
+            cells += f"{f'{value:,.{digits}f}{ratio}':>14}"
+        lines.append(f"{name:30}" + cells)
+
+    for key in ("load_s", "load_and_first_token_s", "peak_mib", "weights_mib", "peak_of_weights"):
+        row(key, [summary[side][key] for side in sides], 0 if "mib" in key else 2, key != "peak_of_weights")
+    for prompt in summary[sides[0]]["cases"]:
+        lines.append(f"after {prompt} prompt tokens")
+        for key in ("prefill_s", "decode_tokens_per_s", "gb_per_s", "share_of_limit"):
+            values = [summary[side]["cases"][prompt][key] for side in sides]
+            row(f"  {key}", values, 3 if key == "prefill_s" else 2 if "share" in key else 1, key.endswith("_s"))
+    return "\n".join(lines)
+
+
+def plot(file: Path, summary: dict[str, Any], title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    prompts = list(next(iter(summary.values()))["cases"])
+    width = 0.8 / len(prompts)
+    for n, prompt in enumerate(prompts):
+        speeds = [side["cases"][prompt]["decode_tokens_per_s"] for side in summary.values()]
+        bars = axes.bar([x + n * width for x in range(len(summary))], speeds, width, label=f"after {prompt} tokens")
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks([x + (len(prompts) - 1) * width / 2 for x in range(len(summary))], list(summary))
+    axes.set(ylabel="tokens/s", title=title)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=120)
 
 
 def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a checkpoint folder")
-    parser.add_argument("--against", choices=["transformers"])
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--against", choices=[REFERENCE])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--exact", action="store_true", help="measure the exact path too")
+    parser.add_argument("--prompt-tokens", type=numbers, default=[32, 512])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON line that otherwise comes last")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the decoding speeds (extra: plot)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker == "bandwidth":
+        print(bandwidth())
+        return
     if args.worker:
-        side, dtype = args.worker
-        print(json.dumps(measure(side, args, dtype)))
+        print(json.dumps(measure(args.worker, args)))
         return
 
     import torch
 
-    sides = SIDES if args.against else SIDES[:1]
-    print(
-        f"{args.model}, {args.threads or torch.get_num_threads()} threads, torch {torch.__version__}, {args.runs} runs"
-    )
-    summary: dict[str, Any] = {}
-    for dtype in args.dtype:
-        runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-        for n in range(args.runs + 1):
-            for side in sides:
-                result = in_own_process(side, dtype)
-                if n > 0:  # the first round only warms the file cache
-                    runs[side].append(result)
-        medians = {
-            side: {key: statistics.median(r[key] for r in runs[side]) for key in runs[side][0]} for side in sides
-        }
-        summary[dtype] = medians
-        print(f"\n{dtype:24}" + "".join(f"{side:>14}" for side in sides) + (f"{'ratio':>10}" if args.against else ""))
-        for key in medians["ours"]:
-            values = [medians[side][key] for side in sides]
-            ratio = f"{values[0] / values[1]:10.2f}" if args.against else ""
-            print(f"{key:24}" + "".join(f"{value:14.2f}" for value in values) + ratio)
-        print(f"peak / weights          {medians['ours']['peak_mib'] / medians['ours']['weights_mib']:14.3f}")
-    print(json.dumps(summary))
+    sides = [REFERENCE] * bool(args.against) + ["exact"] * args.exact + ["fast"]
+    gbs = float(in_own_process("bandwidth", args))
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    in_own_process(sides[0], args)  # warms the file cache
+    for _ in range(args.runs):
+        for side in sides:
+            runs[side].append(in_own_process(side, args))
+    summary = {side: summarize(runs[side], gbs, args.batch) for side in sides}
+    threads = args.threads or torch.get_num_threads()
+    title = f"{args.model}, {args.dtype}, batch {args.batch}, {threads} threads, torch {torch.__version__}"
+    if not args.json:
+        print(f"{title}, medians of {args.runs} runs, memory read at {gbs:.1f} GB/s")
+        print(table(summary))
+    if args.plot:
+        plot(args.plot, summary, title)
+    print(json.dumps({"title": title, "bandwidth_gb_per_s": gbs, **summary}))
 
 
 if __name__ == "__main__":

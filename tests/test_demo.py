@@ -126,7 +126,7 @@ GOLDEN = [
 
 @pytest.fixture(scope="module")
 def demo():
-    return qwen_scratch.load(DEMO, device="cpu", dtype="float32")
+    return qwen_scratch.load(DEMO, device="cpu", exact=True, dtype="float32")
 
 
 def prompts() -> list[tuple[str, dict]]:
@@ -184,7 +184,7 @@ def test_greedy_ids_equal_the_reference(demo):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_op_of_every_layer_equals_the_reference(dtype):
-    model = qwen_scratch.load_model(DEMO, device="cpu", dtype=dtype)
+    model = qwen_scratch.load_model(DEMO, device="cpu", exact=True, dtype=dtype)
     ids = parity.prompt_ids(str(DEMO), None, model.config.vocab_size)
     report = parity.check(model, Reference(DEMO, dtype), ids, steps=4)
     assert report["ok"], parity.table(report)
@@ -336,7 +336,7 @@ def test_training_in_small_and_going_on(tmp_path):
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
-    model, tokenizer = qwen_scratch.load(tmp_path / "whole", device="cpu")
+    model, tokenizer = qwen_scratch.load(tmp_path / "whole", device="cpu", exact=True)
     assert model.dtype == torch.bfloat16 or not qwen_scratch.loading.cpu_has_bfloat16()
     assert qwen_scratch.complete(model, tokenizer, "7+6", SamplingParams(max_new_tokens=4)).token_ids
 

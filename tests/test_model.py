@@ -18,7 +18,7 @@ TOKENS = torch.tensor([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64]])  # 12 
 
 def compare_to_reference(folder, dtype, ids):
     """Whole prompt, then prefill and 8 decode steps, each fed the same tokens."""
-    ours, reference = load_model(folder, device="cpu", dtype=dtype), Reference(folder, dtype)
+    ours, reference = load_model(folder, device="cpu", exact=True, dtype=dtype), Reference(folder, dtype)
     assert ours.dtype == dtype
     assert torch.equal(ours(ids), reference.logits(ids))
     cache = KVCache(ours.config, 1, ids.shape[1] + 8, dtype=dtype)
@@ -77,7 +77,7 @@ def test_published_shapes_cut_to_two_layers(shape, options, dtype, tmp_path_fact
 
 @pytest.mark.parametrize("split", range(1, 12))
 def test_every_split_of_a_prompt_gives_the_logits_of_the_whole(tiny, split):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     whole = model(TOKENS)
     limit = 1e-5 * whole.abs().amax(-1, keepdim=True)
     cache = KVCache(model.config, 1, 12)
@@ -90,7 +90,7 @@ def test_every_split_of_a_prompt_gives_the_logits_of_the_whole(tiny, split):
 @pytest.mark.parametrize("chunks", [(12,), (5, 7), (1, 4, 1, 6), (1,) * 12], ids=str)
 def test_one_shot_chunks_and_decode_in_every_dtype(tiny, dtype, chunks):
     """Warm caches meet masks and buffers of the model's dtype; half precision stays near float32."""
-    model, wide = load_model(tiny, device="cpu", dtype=dtype), load_model(tiny, device="cpu")
+    model, wide = load_model(tiny, device="cpu", exact=True, dtype=dtype), load_model(tiny, device="cpu", exact=True)
     reference = Reference(tiny, dtype)
     cache = KVCache(model.config, 1, 12, dtype=dtype)
     for piece in TOKENS.split(chunks, dim=1):
@@ -115,7 +115,7 @@ def test_mask_is_aligned_to_the_last_position():
 
 def test_ragged_rows_equal_the_same_rows_alone(tiny):
     """Prompts of 3, 7 and 12 tokens in one call, then 5 more tokens each: nothing looks at padding."""
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     lengths = [3, 7, 12]
     padded = torch.stack([torch.cat((TOKENS[0, :n], torch.full((12 - n,), 155))) for n in lengths])
     together, alone = KVCache(model.config, 3, 17), [KVCache(model.config, 1, 17) for _ in lengths]
@@ -132,7 +132,7 @@ def test_ragged_rows_equal_the_same_rows_alone(tiny):
 
 
 def test_last_only_takes_each_rows_last_real_position(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     ids = TOKENS.repeat(2, 1)
     full, last = model(ids), model(ids, lengths=[4, 12], last_only=True)
     for row, n in enumerate((4, 12)):
@@ -140,7 +140,7 @@ def test_last_only_takes_each_rows_last_real_position(tiny):
 
 
 def test_lengths_shorter_than_the_padding_everywhere(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     cache = KVCache(model.config, 1, 9)
     logits = model(TOKENS, cache=cache, lengths=[9], last_only=True)
     assert torch.allclose(logits[0, 0], model(TOKENS[:, :9])[0, -1], rtol=1e-5, atol=1e-5)
@@ -149,7 +149,7 @@ def test_lengths_shorter_than_the_padding_everywhere(tiny):
 
 def test_key_norm_and_query_norm_are_not_the_same(tmp_path):
     """Swapping the two weights must show; so must leaving the norm out for one token in decode."""
-    model = load_model(save_tiny(tmp_path / "model", "qwen3"), device="cpu")
+    model = load_model(save_tiny(tmp_path / "model", "qwen3"), device="cpu", exact=True)
     before = model(TOKENS)
     for block in model.model.layers:
         attention = block.self_attn
@@ -161,7 +161,7 @@ def test_positions_beyond_max_position_embeddings(family, tmp_path):
     """Angles come from positions, so no table ends; the plain forward checks no limit."""
     folder = save_tiny(tmp_path / "model", family, max_position_embeddings=32)
     ids = torch.arange(50)[None] * 3 % 160
-    model = load_model(folder, device="cpu")
+    model = load_model(folder, device="cpu", exact=True)
     assert torch.equal(model(ids), Reference(folder).logits(ids))
     cos, _ = model.rope(torch.tensor([[49]]), torch.float32)
     hd = model.config.head_dim
@@ -170,7 +170,7 @@ def test_positions_beyond_max_position_embeddings(family, tmp_path):
 
 
 def test_casting_the_model_does_not_round_the_frequencies(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     before = model.rope.inv_freq.clone()
     model.to(torch.bfloat16)
     assert torch.equal(model.rope.inv_freq, before)
@@ -178,7 +178,7 @@ def test_casting_the_model_does_not_round_the_frequencies(tiny):
 
 
 def test_no_gradients_by_default(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     cache = KVCache(model.config, 1, 12)
     logits = model(TOKENS, cache=cache)
     assert logits.grad_fn is None
@@ -203,4 +203,4 @@ def test_no_gradients_by_default(tiny):
 )
 def test_bad_calls(tiny, call, message):
     with pytest.raises(ValueError, match=message):
-        call(load_model(tiny, device="cpu"))
+        call(load_model(tiny, device="cpu", exact=True))

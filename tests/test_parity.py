@@ -42,7 +42,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 
 def both(folder, dtype=torch.float32):
-    return load_model(folder, device="cpu", dtype=dtype), Reference(folder, dtype)
+    return load_model(folder, device="cpu", exact=True, dtype=dtype), Reference(folder, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,7 +80,7 @@ def test_float16_within_bounds(tiny):
 
 
 def test_observation_leaves_nothing_behind(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     ids = torch.tensor([IDS])
     before = model(ids)
     seen = []
@@ -119,7 +119,7 @@ def test_differences_are_measured():
 
 
 def test_an_observer_cannot_change_the_forward(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     before, first = model(torch.tensor([IDS])), {}
     with observe(model, lambda op, layer, tensor: first.setdefault(op, tensor)):  # returns something
         assert torch.equal(model(torch.tensor([IDS])), before)
@@ -202,7 +202,7 @@ def test_without_transformers(tiny, monkeypatch):
 
 def test_rows_of_a_batch_give_what_they_give_alone(tiny):
     """Prompts of 3, 7 and 12 tokens, 20 steps: logits within 1e-5 of the row's largest, and the same ids."""
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     lengths, tolerance, closest = [3, 7, 12], 1e-5, 1.0
     rows = [(torch.tensor(IDS[:n]) + 26) % 160 for n in lengths]  # a choice without near-ties, see the end
     together, alone = KVCache(model.config, 3, 32), [KVCache(model.config, 1, 32) for _ in rows]
@@ -222,7 +222,7 @@ def test_rows_of_a_batch_give_what_they_give_alone(tiny):
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1.0, "top_k": 20, "seed": 3}], ids=str)
 def test_complete_batch_equals_one_by_one(tiny, params):
-    model, tokenizer = qwen_scratch.load(tiny, device="cpu")
+    model, tokenizer = qwen_scratch.load(tiny, device="cpu", exact=True)
     params = SamplingParams(max_new_tokens=20, **params)
     prompts = ["the cat", IDS, [{"role": "user", "content": "the dog ran " * 6}], "漢字"]
     together = qwen_scratch.complete_batch(model, tokenizer, prompts, params)
@@ -234,7 +234,7 @@ def test_complete_batch_equals_one_by_one(tiny, params):
 
 
 def test_rows_finish_at_different_times(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     prompts = [IDS[:3], IDS[:9], IDS[:5]]
     free = [
         qwen_scratch.complete(model, None, ids, SamplingParams(temperature=0, max_new_tokens=12)) for ids in prompts
@@ -254,7 +254,7 @@ def test_rows_finish_at_different_times(tiny):
 
 
 def test_a_seeded_row_does_not_depend_on_its_neighbours(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     params = SamplingParams(temperature=1.2, top_k=0, seed=1, max_new_tokens=10)
     alone = qwen_scratch.complete(model, None, IDS, params).token_ids
     for other in (IDS[:2], IDS[::-1]):
@@ -262,7 +262,7 @@ def test_a_seeded_row_does_not_depend_on_its_neighbours(tiny):
 
 
 def test_an_aborted_run_leaves_no_trace(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     params = SamplingParams(temperature=0, max_new_tokens=8)
     before = qwen_scratch.complete(model, None, IDS, params).token_ids
 
@@ -377,7 +377,7 @@ def test_yarn_changes_short_prompts_too(family, tmp_path, spelling):
     if spelling == "rope_scaling":  # as older files and Qwen's own instructions have it
         old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
         edit_json(folder / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling=old)
-    plain = load_model(save_tiny(tmp_path / "plain", family), device="cpu")
+    plain = load_model(save_tiny(tmp_path / "plain", family), device="cpu", exact=True)
     model, reference = both(folder)
     ids = torch.tensor([IDS[:5]])
     assert torch.equal(model(ids), reference.logits(ids))
@@ -440,8 +440,8 @@ def attention_of_first_layer(model, ids):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)], ids=str)
 def test_large_queries_and_keys_neither_overflow_nor_coarsen(large_biases, dtype, bound):
     ids = torch.tensor([IDS])
-    wide = attention_of_first_layer(load_model(large_biases, device="cpu"), ids)
-    model = load_model(large_biases, device="cpu", dtype=dtype)
+    wide = attention_of_first_layer(load_model(large_biases, device="cpu", exact=True), ids)
+    model = load_model(large_biases, device="cpu", exact=True, dtype=dtype)
     half = attention_of_first_layer(model, ids)
     assert half.isfinite().all()
     # What the fused kernel itself loses on float32 inputs rounded to this dtype is the yardstick.
@@ -451,7 +451,7 @@ def test_large_queries_and_keys_neither_overflow_nor_coarsen(large_biases, dtype
 
 
 def test_float16_overflow_is_an_error_that_says_so(large_biases):
-    model = load_model(large_biases, device="cpu", dtype=torch.float16)
+    model = load_model(large_biases, device="cpu", exact=True, dtype=torch.float16)
     model.model.layers[0].mlp.down_proj.weight.mul_(1e4)
     with pytest.raises(RuntimeError, match=r"non-finite logits.*float16 overflows"):
         qwen_scratch.complete(model, None, IDS, SamplingParams(temperature=0, max_new_tokens=4))
@@ -474,7 +474,7 @@ def test_expanded_grouped_and_plain_attention_agree(queries, keys):
 
 
 def test_expanding_heads_changes_nothing(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     ids = torch.tensor([IDS])
     before = model(ids)
     expand_heads(model)
@@ -484,7 +484,7 @@ def test_expanding_heads_changes_nothing(tiny):
 @pytest.mark.parametrize(("heads", "kv"), [(6, 2), (4, 2)])
 def test_query_head_reads_its_own_group(tmp_path, heads, kv):
     model = load_model(
-        save_tiny(tmp_path / "m", "qwen3", num_attention_heads=heads, num_key_value_heads=kv), device="cpu"
+        save_tiny(tmp_path / "m", "qwen3", num_attention_heads=heads, num_key_value_heads=kv), device="cpu", exact=True
     )
     ids = torch.tensor([IDS])
     before = attention_of_first_layer(model, ids)
@@ -512,7 +512,7 @@ class Largest(TorchDispatchMode):
 
 def test_a_long_prompt_makes_no_square_tensor(tmp_path):
     """Prefill of 2k, 4k, 8k tokens: the largest tensor grows with the length, not with its square."""
-    model = load_model(save_tiny(tmp_path / "m", "qwen3", max_position_embeddings=8192), device="cpu")
+    model = load_model(save_tiny(tmp_path / "m", "qwen3", max_position_embeddings=8192), device="cpu", exact=True)
     sizes = []
     for length in (2048, 4096, 8192):
         cache = KVCache(model.config, 1, length)

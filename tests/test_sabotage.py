@@ -107,7 +107,7 @@ def check(tmp_path, fault=None):
     folder = tmp_path / "model"
     if not folder.exists():
         save_tiny(folder, family, dtype=getattr(torch, dtype), **changes)
-    ours = load_model(folder, device="cpu", dtype=dtype)
+    ours = load_model(folder, device="cpu", exact=True, dtype=dtype)
     return parity.check(ours, Reference(folder, ours.dtype), IDS, steps=6)
 
 

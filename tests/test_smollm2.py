@@ -70,7 +70,7 @@ def test_the_command_answers_and_stops(smollm2, generate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_ids_equal_the_reference(smollm2, dtype):
     """20 prompts of every kind, 64 tokens each, by the reference's own loop on the very same input ids."""
-    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", dtype=dtype)
+    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True, dtype=dtype)
     reference = Reference(smollm2, dtype)
     params = SamplingParams(temperature=0, max_new_tokens=64)
     lengths = []
@@ -85,13 +85,13 @@ def test_greedy_ids_equal_the_reference(smollm2, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_equal_the_reference(smollm2, dtype):
-    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", dtype=dtype)
+    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True, dtype=dtype)
     ids = torch.tensor([tokenizer.encode(LONG)])
     assert torch.equal(model(ids), Reference(smollm2, dtype).logits(ids))
 
 
 def test_streamed_events_join_to_the_result(smollm2):
-    model, tokenizer = qwen_scratch.load(smollm2, device="cpu")
+    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True)
     running = qwen_scratch.stream(model, tokenizer, CHAT[6], SamplingParams(temperature=0, max_new_tokens=40))
     events = list(running)
     assert "".join(event.text for event in events) == running.result.text
@@ -115,7 +115,7 @@ def test_template_renders_as_the_reference_does(smollm2):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_op_of_every_layer_equals_the_reference(smollm2, dtype):
-    model = qwen_scratch.load_model(smollm2, device="cpu", dtype=dtype)
+    model = qwen_scratch.load_model(smollm2, device="cpu", exact=True, dtype=dtype)
     ids = parity.prompt_ids(str(smollm2), None, model.config.vocab_size)
     report = parity.check(model, Reference(smollm2, dtype), ids, steps=4)
     assert report["ok"], parity.table(report)
@@ -124,7 +124,7 @@ def test_every_op_of_every_layer_equals_the_reference(smollm2, dtype):
 
 def test_batch_of_prompts_in_float32(smollm2):
     """Rows of 40 to 600 tokens side by side, each with the ids that it gives alone."""
-    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", dtype="float32")
+    model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True, dtype="float32")
     params = SamplingParams(temperature=0, max_new_tokens=16)
     prompts = [CHAT[0], LONG, CHAT[8]]
     for prompt, result in zip(prompts, qwen_scratch.complete_batch(model, tokenizer, prompts, params), strict=True):

@@ -1,0 +1,171 @@
+"""The quick path held against the exact one: the same model within rounding, in every way that it is used."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from builders import save_tiny
+from test_smollm2 import CHAT, RAW
+
+import qwen_scratch
+from qwen_scratch import KVCache, SamplingParams, complete, complete_batch, load_model
+from qwen_scratch.fast import PackedLinear, can_pack
+
+IDS = [3, 141, 59, 26, 53, 58, 97, 93, 12, 77]
+SHAPES = [
+    {},
+    {"num_attention_heads": 6, "num_key_value_heads": 2},
+    {"num_attention_heads": 4, "num_key_value_heads": 4},
+    {"num_attention_heads": 4, "num_key_value_heads": 1},
+    {"tie_word_embeddings": False},
+    {"attention_bias": True},
+]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def both(request, family, tmp_path_factory):
+    """The fast and the exact model of one tiny checkpoint in float32."""
+    folder = save_tiny(tmp_path_factory.mktemp("fast") / "m", family, **request.param)
+    return load_model(folder, device="cpu"), load_model(folder, device="cpu", exact=True)
+
+
+def near(ours, exact, bound=2e-5):
+    assert (ours - exact).abs().max() <= bound * exact.abs().max()
+
+
+def test_whole_prompts_chunks_and_single_tokens(both):
+    fast, exact = both
+    assert isinstance(fast.lm_head, PackedLinear)
+    assert not isinstance(exact.lm_head, PackedLinear)
+    ids = torch.tensor([IDS])
+    near(fast(ids), exact(ids))
+    for sizes in ((10,), (4, 6), (7, 1, 1, 1), (1,) * 10):
+        caches = [KVCache(exact.config, 1, 10) for _ in both]
+        start = 0
+        for size in sizes:
+            part = ids[:, start : start + size]
+            near(fast(part, cache=caches[0]), exact(part, cache=caches[1]))
+            start += size
+        near(caches[0].k, caches[1].k)
+        near(caches[0].v, caches[1].v)
+
+
+def test_ragged_rows(both):
+    """Rows of different length, in prefill and then one token each, where a mask hides what shorter rows lack."""
+    exact = both[1]
+    ids = torch.tensor([IDS, IDS[::-1], [5] * 10])
+    caches = [KVCache(exact.config, 3, 14) for _ in both]
+    lengths = [10, 3, 6]
+    ours, expected = (m(ids, cache=c, lengths=lengths, last_only=True) for m, c in zip(both, caches, strict=True))
+    near(ours, expected)
+    for token in (9, 8, 7):
+        step = torch.tensor([[token]] * 3)
+        near(*(m(step, cache=c) for m, c in zip(both, caches, strict=True)))
+
+
+def test_greedy_and_sampled_ids_are_the_same(both):
+    fast, exact = both
+    for params in (
+        SamplingParams(temperature=0, max_new_tokens=40),
+        SamplingParams(temperature=1.0, seed=3, max_new_tokens=40),
+    ):
+        assert complete(fast, None, IDS, params).token_ids == complete(exact, None, IDS, params).token_ids
+        together = complete_batch(fast, None, [IDS, IDS[:4]], params)
+        assert [result.token_ids for result in together] == [
+            complete(exact, None, ids, params).token_ids for ids in (IDS, IDS[:4])
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_products(dtype):
+    assert can_pack(torch.device("cpu"), dtype)
+    for shape in ((1, 64), (3, 64), (2, 5, 64)):
+        weight, bias = torch.randn(48, 64).to(dtype), torch.randn(48).to(dtype)
+        x = torch.randn(shape).to(dtype)
+        expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+        near(PackedLinear(weight, bias)(x).float(), expected, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_where_nothing_can_be_packed(tiny, monkeypatch):
+    """Without oneDNN's operations, and for numbers that they do not know, the exact path is taken."""
+
+    def missing(*_):
+        raise AttributeError("no such operation")
+
+    assert not can_pack(torch.device("cpu"), torch.float64)
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr("qwen_scratch.fast.PackedLinear", missing)
+    assert not can_pack(torch.device("cpu"), torch.float32)
+    plain = load_model(tiny, device="cpu")
+    assert torch.equal(plain(torch.tensor([IDS])), load_model(tiny, device="cpu", exact=True)(torch.tensor([IDS])))
+
+
+MEASURE = """
+import sys, torch
+from qwen_scratch import SamplingParams, complete, load_model
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+torch.nn.functional.linear(torch.ones(1, 8), torch.ones(8, 8)).sum()
+before = status("VmRSS")
+model = load_model(sys.argv[1], device="cpu", dtype=sys.argv[2])
+complete(model, None, [1, 2, 3], SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True))
+print((status("VmHWM") - before) / (model.config.num_parameters * model.dtype.itemsize))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", 24), ("float32", 12)])  # about 650 MB each, packed
+def test_peak_memory_is_once_the_weights(tmp_path_factory, dtype, layers):
+    """Packed layer by layer, each tensor from a mapping of its own that is then let go: never both forms of all."""
+    folder = tmp_path_factory.getbasetemp() / f"packed-{dtype}"
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers, "vocab_size": 16384}
+    save_tiny(folder, "qwen3", dtype=torch.bfloat16, **sizes)
+    out = subprocess.run([sys.executable, "-c", MEASURE, folder, dtype], check=True, capture_output=True, text=True)
+    assert float(out.stdout) < 1.3
+
+
+def kl(p, q):
+    """Mean KL divergence of the next-token distributions, in nats; logits [N, V]."""
+    a, b = p.float().log_softmax(-1), q.float().log_softmax(-1)
+    return float((a.exp() * (a - b)).sum(-1).mean())
+
+
+def decode_logits(model, ids, start):
+    """Logits of ids[start:], fed one by one behind a prompt."""
+    cache = KVCache(model.config, 1, len(ids), dtype=model.dtype)
+    model(torch.tensor([ids[:start]]), cache=cache)
+    return torch.cat([model(torch.tensor([[i]]), cache=cache)[0] for i in ids[start:]])
+
+
+def test_trained_weights_in_float32(smollm2):
+    """20 prompts, 64 greedy tokens each: the exact path's ids."""
+    (fast, tokenizer), exact = (
+        qwen_scratch.load(smollm2, "cpu", "float32"),
+        load_model(smollm2, "cpu", "float32", exact=True),
+    )
+    params = SamplingParams(temperature=0, max_new_tokens=64)
+    for prompt in CHAT + RAW:
+        ours, expected = (complete(m, tokenizer, prompt, params, raw=prompt in RAW) for m in (fast, exact))
+        assert ours.token_ids == expected.token_ids, prompt
+
+
+def test_trained_weights_in_bfloat16(smollm2):
+    """As near to the exact path, decoding, as that is to itself when it reads the same tokens as a prompt."""
+    (fast, tokenizer), exact = (
+        qwen_scratch.load(smollm2, "cpu", "bfloat16"),
+        load_model(smollm2, "cpu", "bfloat16", exact=True),
+    )
+    ours, own = [], []
+    for prompt in (CHAT[6], CHAT[9], RAW[2], RAW[4]):
+        ids = tokenizer.encode(prompt)
+        start = len(ids) // 2
+        expected = decode_logits(exact, ids, start)
+        ours.append(kl(expected, decode_logits(fast, ids, start)))
+        own.append(kl(expected, exact(torch.tensor([ids]))[0, start:]))
+    print(
+        f"mean KL, decoding: fast against exact {sum(ours) / 4:.2e}, exact against its own prefill {sum(own) / 4:.2e}"
+    )
+    assert sum(ours) <= sum(own)
