@@ -51,13 +51,13 @@ def normed(x: Tensor, eps: float) -> Tensor:
 class FastAttention(Attention):
     """As the plain one, with q, k and v of all heads as one tensor for as long as they are treated alike."""
 
-    def __init__(self, plain: Attention) -> None:
+    def __init__(self, plain: Attention, space: Tensor) -> None:
         nn.Module.__init__(self)
         self.layer, self.head_dim = plain.layer, plain.head_dim
         parts = (plain.q_proj, plain.k_proj, plain.v_proj)
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in parts[:2])
         bias = None if plain.q_proj.bias is None else torch.cat([part.bias for part in parts])
-        self.qkv_proj = PackedLinear(torch.cat([part.weight for part in parts]), bias)
+        self.qkv_proj = PackedLinear(joined([part.weight for part in parts], space), bias)
         self.o_proj = PackedLinear(plain.o_proj.weight, plain.o_proj.bias)
         self.norm: Tensor | None = None  # [H + K, 1, hd]
         if isinstance(plain.q_norm, RMSNorm) and isinstance(plain.k_norm, RMSNorm):
@@ -85,14 +85,20 @@ class FastAttention(Attention):
 class FastMLP(MLP):
     """SwiGLU with gate and up as one product."""
 
-    def __init__(self, plain: MLP) -> None:
+    def __init__(self, plain: MLP, space: Tensor) -> None:
         nn.Module.__init__(self)
-        self.gate_up_proj = PackedLinear(torch.cat((plain.gate_proj.weight, plain.up_proj.weight)), None)
+        self.gate_up_proj = PackedLinear(joined([plain.gate_proj.weight, plain.up_proj.weight], space), None)
         self.down_proj = PackedLinear(plain.down_proj.weight, None)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+
+def joined(weights: list[Tensor], space: Tensor) -> Tensor:
+    """Weights [out, in] below each other, in a space that is used again and again: fresh ones would leave holes in the heap."""
+    rows, width = sum(len(weight) for weight in weights), weights[0].shape[1]
+    return torch.cat(weights, out=space[: rows * width].view(rows, width))
 
 
 def accelerate(model: Qwen, head: Tensor) -> None:
@@ -103,11 +109,16 @@ def accelerate(model: Qwen, head: Tensor) -> None:
         head: [V, D], the head's weight; where that is tied, read anew, so that all its pages can be let go again.
     """
     model.lm_head = PackedLinear(head, None)
+    sizes = model.config
+    widest = max(
+        2 * sizes.intermediate_size, (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * sizes.head_dim
+    )
+    space = torch.empty(widest * sizes.hidden_size, dtype=head.dtype)
     del head
     backbone: Any = model.model  # other classes than it was made with take the same places
     for block in backbone.layers:
-        block.self_attn = FastAttention(block.self_attn)
-        block.mlp = FastMLP(block.mlp)
+        block.self_attn = FastAttention(block.self_attn, space)
+        block.mlp = FastMLP(block.mlp, space)
         block.input_layernorm = FastNorm(block.input_layernorm)
         block.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
     backbone.norm = FastNorm(backbone.norm)
