@@ -1,5 +1,7 @@
 """A checkpoint → a model that is ready to run, and its tokenizer."""
 
+import math
+import warnings
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -59,17 +61,23 @@ def load_model(
     checkpoint = settle_head(open_checkpoint(find(ref, revision).folder))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
     model = shapes_only(checkpoint.config)
+    need = model.config.num_parameters * dtype.itemsize
+    fast = not exact and can_pack(device, dtype)
+    if fast and need > 0.9 * available_memory():
+        warnings.warn(
+            f"the {need / 2**20:,.0f} MiB of weights do not fit into memory packed: the exact path, from the mapped file",
+            stacklevel=2,
+        )
+        fast = False
     try:
-        fast = not exact and can_pack(device, dtype)
         load_weights(model, checkpoint, device, dtype, progress, to_be_copied=fast)
         if fast:
             accelerate(model, read_head(checkpoint, device, dtype))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        need = model.config.num_parameters * dtype.itemsize / 2**20
         raise RuntimeError(
-            f"out of memory on {device}: the weights need {need:,.0f} MiB in {str(dtype).removeprefix('torch.')}; "
+            f"out of memory on {device}: the weights need {need / 2**20:,.0f} MiB in {str(dtype).removeprefix('torch.')}; "
             "a smaller --dtype or another --device may do"
         ) from None
     model.generation_config = checkpoint.generation_config
@@ -82,6 +90,15 @@ def shapes_only(config: QwenConfig) -> Qwen:
     """A model that takes no memory and draws no random numbers, to be filled or only looked at."""
     with torch.device("meta"), NoInit():
         return Qwen(config)
+
+
+def available_memory() -> float:
+    """Bytes that can be had without pushing others out; only Linux says so in a plain way, elsewhere without limit."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf
 
 
 def expand_heads(model: Qwen) -> None:

@@ -101,6 +101,13 @@ def test_where_nothing_can_be_packed(tiny, monkeypatch):
     assert torch.equal(plain(torch.tensor([IDS])), load_model(tiny, device="cpu", exact=True)(torch.tensor([IDS])))
 
 
+def test_what_does_not_fit_stays_mapped(tiny, monkeypatch):
+    monkeypatch.setattr("qwen_scratch.loading.available_memory", lambda: 1000.0)
+    with pytest.warns(UserWarning, match="do not fit into memory packed"):
+        model = load_model(tiny, device="cpu")
+    assert not isinstance(model.lm_head, PackedLinear)
+
+
 MEASURE = """
 import sys, torch
 from qwen_scratch import SamplingParams, complete, load_model
