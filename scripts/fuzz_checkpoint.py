@@ -202,7 +202,7 @@ WAYS = [
 def outcome(folder: Path) -> str:
     """ "loaded" or "refused"; raises whatever should not be."""
     try:
-        model = load_model(folder, device="cpu")
+        model = load_model(folder, device="cpu", exact=True)
     except InputError as error:
         if not 0 < len(str(error)) < 2000 or len(str(error).splitlines()) > 2:
             raise RuntimeError(f"a message of {len(str(error))} characters: {error}") from None
