@@ -213,7 +213,9 @@ def build_parser() -> argparse.ArgumentParser:
         f"precision within a mean KL divergence of {KL_ALIKE:g}. Off the CPU these two bounds hold throughout.",
         allow_abbrev=False,
     )
-    parser.add_argument("ref", metavar="REF", help="a checkpoint folder or a hub id")
+    parser.add_argument(
+        "ref", nargs="?", metavar="REF", help="a checkpoint folder or a hub id; default: the bundled demo"
+    )
     parser.add_argument(
         "--dtype", help="float32, bfloat16, float16; default: float32 and bfloat16, one after the other"
     )

@@ -191,6 +191,13 @@ def test_every_op_of_every_layer_equals_the_reference(dtype):
     assert all(way["equal"] for name, way in report["ways"].items() if name != "ragged batch")
 
 
+def test_the_parity_command_takes_it_too():
+    command = [sys.executable, "-m", "qwen_scratch.parity", "--dtype", "float32", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "within the stated bounds" in done.stdout
+
+
 def test_text_goes_in_as_the_reference_puts_it(demo):
     from transformers import AutoTokenizer
 
