@@ -148,13 +148,13 @@ def decode_logits(model, ids, start):
 
 
 def test_trained_weights_in_float32(smollm2):
-    """20 prompts, 64 greedy tokens each: the exact path's ids."""
+    """Ten prompts of every kind, 64 greedy tokens each: the exact path's ids."""
     (fast, tokenizer), exact = (
         qwen_scratch.load(smollm2, "cpu", "float32"),
         load_model(smollm2, "cpu", "float32", exact=True),
     )
     params = SamplingParams(temperature=0, max_new_tokens=64)
-    for prompt in CHAT + RAW:
+    for prompt in CHAT[::2] + RAW[1::2]:
         ours, expected = (complete(m, tokenizer, prompt, params, raw=prompt in RAW) for m in (fast, exact))
         assert ours.token_ids == expected.token_ids, prompt
 
