@@ -206,9 +206,10 @@ class Chat:
         self.tell(f"{len(messages)} messages loaded from {file}{system}{hint}")
 
     def tell(self, text: str) -> None:
+        from qwen_scratch import output
+
         if not self.quiet:
-            dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-            print(f"{dim}{text}{plain}", file=sys.stderr, flush=True)
+            print(output.dimmed(text), file=sys.stderr, flush=True)
 
 
 def named_file(name: str) -> Path:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import warnings
 from typing import Any
 
 from qwen_scratch import cli
@@ -37,8 +38,9 @@ def main(argv: list[str]) -> int:
     source = find(args.ref, args.revision, weights=False)
     checkpoint = open_checkpoint(source.folder, remote_headers(source))
     if has_second_head(checkpoint):
-        note = "a head is stored beside the embedding that it is tied to; if it is no copy, it is not tied"
-        print(f"check: note: {note}", file=sys.stderr)
+        warnings.warn(
+            "a head is stored beside the embedding that it is tied to; if it is no copy, it is not tied", stacklevel=1
+        )
         del checkpoint.tensors["lm_head.weight"]
     model = shapes_only(checkpoint.config)
     refuse_misfits(checkpoint, model)
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
     Sampler(SamplingParams(), model.generation_config)  # refuse what a run would refuse
     eos_ids(model)
     report = describe(source, checkpoint)
-    print(json.dumps(report, ensure_ascii=False) if args.json else table(report))
+    print(json.dumps(report) if args.json else table(report))
     return cli.ANSWERED
 
 

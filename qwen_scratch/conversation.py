@@ -61,8 +61,7 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """All turns so far, also those that no longer fit: what `stream` takes as a prompt."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return system + messages_of(self._turns)
+        return self._system_turn() + messages_of(self._turns)
 
     def start(self, messages: list[Message]) -> None:
         """Begin anew with these turns behind it; a system turn in front becomes `system`, [] keeps the one there is."""
@@ -93,6 +92,9 @@ class Conversation:
             self._running.interrupt()
         self._turns = self._before
 
+    def _system_turn(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
     def _next_params(self) -> SamplingParams:
         seed = self._seed if self.params.seed is None else self.params.seed
         return replace(self.params, seed=(seed + self._answers) % 2**64)
@@ -117,14 +119,13 @@ class Conversation:
 
     def _fit(self, messages: list[Message]) -> tuple[int, Encoded]:
         """How many of the oldest messages to leave out so that an answer has room too, and the prompt of the others."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted = Sampler(self.params, self.model.generation_config).max_new_tokens
         room = self.context - min(wanted, self.context // 4)
         starts = [n for n, turn in enumerate(messages) if turn["role"] == "user" and n > self._left_out]
         for start in [self._left_out, *starts]:  # whole exchanges go, so that a question comes first
             encoded = encode_prompt(
                 self.tokenizer,
-                system + messages[start:],
+                self._system_turn() + messages[start:],
                 thinking=self.thinking,
                 literal_specials=self.literal_specials,
             )

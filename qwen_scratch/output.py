@@ -19,6 +19,11 @@ from qwen_scratch.text import Tokenizer
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
+def dimmed(text: str) -> str:
+    """For stderr: set back where it is a terminal."""
+    return f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() else text
+
+
 @contextmanager
 def interrupts_raised() -> Iterator[None]:
     """Inside, Ctrl-C is a KeyboardInterrupt, so that the caller can keep what there is."""
@@ -33,7 +38,6 @@ def interrupts_raised() -> Iterator[None]:
 
 def print_stream(running: Stream, show_thinking: bool) -> int:
     """The answer goes to stdout as it comes, thinking to stderr, dimmed on a terminal. Returns the exit code."""
-    dim, plain = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
     last = "answer"
 
     def show(kind: str, text: str) -> None:
@@ -44,7 +48,7 @@ def print_stream(running: Stream, show_thinking: bool) -> int:
         if kind == "answer":
             print(text, end="", flush=True)
         elif text and show_thinking:
-            print(f"{dim}{text}{plain}", end="", file=sys.stderr, flush=True)
+            print(dimmed(text), end="", file=sys.stderr, flush=True)
 
     try:
         with interrupts_raised():

@@ -8,6 +8,7 @@ import pytest
 from builders import NOT_SPECIAL, SPECIAL, TEMPLATE, TEMPLATE_WITH_DEFAULT_SYSTEM, edit_json, save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from test_streaming import until
 from transformers import PreTrainedTokenizerFast
 
 from qwen_scratch import InputError, Tokenizer
@@ -382,15 +383,6 @@ def test_tool_calls_are_read_as_json():
     assert parse_tool_calls("none") == []
 
 
-def up_to_stop(text, stops):
-    """The text up to the stop string that is complete first; of several complete at once the longest."""
-    for end in range(len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)]
-    return text
-
-
 @given(
     st.lists(st.text("ab\n", max_size=4), max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 )
@@ -406,7 +398,7 @@ def test_stop_strings_whatever_the_pieces(pieces, stops):
     whole = "".join(pieces)
     ends = [whole.find(stop) for stop in stops if stop in whole]
     assert stopped == bool(ends)
-    assert "".join(shown) == up_to_stop(whole, stops)
+    assert "".join(shown) == until(whole, stops)[0]
 
 
 def test_what_cannot_become_a_stop_string_is_shown_at_once():
