@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from qwen_scratch.checkpoint import load_weights, open_checkpoint, read_head, settle_head
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
-from qwen_scratch.fast import accelerate, can_pack
+from qwen_scratch.fast import FastQwen, accelerate, can_pack
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -60,9 +60,9 @@ def load_model(
     device = choose_device(device)
     checkpoint = settle_head(open_checkpoint(find(ref, revision).folder))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
-    model = shapes_only(checkpoint.config)
-    need = model.config.num_parameters * dtype.itemsize
     fast = not exact and can_pack(device, dtype)
+    model = shapes_only(checkpoint.config, FastQwen if fast else Qwen)
+    need = model.config.num_parameters * dtype.itemsize
     if fast and need > 0.9 * available_memory():
         warnings.warn(
             f"the {need / 2**20:,.0f} MiB of weights do not fit into memory packed: the exact path, from the mapped file",
@@ -86,10 +86,10 @@ def load_model(
     return model.eval()
 
 
-def shapes_only(config: QwenConfig) -> Qwen:
+def shapes_only(config: QwenConfig, kind: type[Qwen] = Qwen) -> Qwen:
     """A model that takes no memory and draws no random numbers, to be filled or only looked at."""
     with torch.device("meta"), NoInit():
-        return Qwen(config)
+        return kind(config)
 
 
 def available_memory() -> float:
