@@ -173,11 +173,33 @@ def read_tensors(
         yield name, shard.get_tensor(place.key)
 
 
-def read_head(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The head's weight [V, D] alone, from a mapping of its own."""
+class Rows:
+    """A matrix in a file, cast to `dtype` and read some rows at a time, by slices.
+
+    Every few megabytes the file is mapped anew, so that the pages which have been read can go again.
+    """
+
+    FRESH = 2**25  # bytes
+
+    def __init__(self, place: Stored, dtype: torch.dtype) -> None:
+        self.place, self.dtype, self.shape = place, dtype, torch.Size(place.shape)
+        self.shard: Any = None
+        self.read = 0
+
+    def __getitem__(self, part: slice) -> Tensor:
+        if self.shard is None:
+            self.shard = safe_open(self.place.file, framework="pt")
+        rows: Tensor = self.shard.get_tensor(self.place.key)[part]
+        self.read += rows.nbytes
+        if self.read > self.FRESH:
+            self.shard, self.read = None, 0
+        return rows.to(self.dtype)
+
+
+def head_rows(checkpoint: Checkpoint, dtype: torch.dtype) -> Rows:
+    """The head's weight [V, D], also where it is the embedding."""
     name = "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
-    ((_, head),) = read_tensors({name: checkpoint.tensors[name]}, device, dtype, to_be_copied=True)
-    return head.to(dtype)
+    return Rows(checkpoint.tensors[name][0], dtype)
 
 
 def settle_head(checkpoint: Checkpoint) -> Checkpoint:

@@ -19,21 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwen_scratch.cache import KVCache
+from qwen_scratch.linears import HeldLinear, MakeLinear, Space, Weight
 from qwen_scratch.model import MLP, Attention, Qwen, RMSNorm
 from qwen_scratch.rope import apply_rope
-
-
-class PackedLinear(nn.Linear):
-    """x [..., in] → [..., out], by a weight in oneDNN's own order."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.bias = bias  # type: ignore[assignment]  # not a Parameter: nothing here is trained
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class FastNorm(RMSNorm):
@@ -77,14 +65,16 @@ class OneStep(NamedTuple):
 class FastAttention(Attention):
     """As the plain one, with q, k and v of all heads as one tensor for as long as they are treated alike."""
 
-    def __init__(self, plain: Attention, space: Tensor) -> None:
+    o_proj: HeldLinear
+
+    def __init__(self, plain: Attention, make: MakeLinear, space: Space) -> None:
         nn.Module.__init__(self)
         self.layer, self.head_dim = plain.layer, plain.head_dim
         parts = (plain.q_proj, plain.k_proj, plain.v_proj)
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in parts[:2])
         bias = None if plain.q_proj.bias is None else torch.cat([part.bias for part in parts])
-        self.qkv_proj = PackedLinear(joined([part.weight for part in parts], space), bias)
-        self.o_proj = PackedLinear(plain.o_proj.weight, plain.o_proj.bias)
+        self.qkv_proj = make(joined([part.weight for part in parts], space), bias)
+        self.o_proj = make(plain.o_proj.weight, plain.o_proj.bias)
         self.norm: Tensor | None = None  # [H + K, hd]
         if isinstance(plain.q_norm, RMSNorm) and isinstance(plain.k_norm, RMSNorm):
             self.eps = plain.q_norm.eps
@@ -109,34 +99,42 @@ class FastAttention(Attention):
 
     def one_token(self, x: Tensor, step: OneStep) -> Tensor:
         """x [n, D] of equal rows → the same."""
-        heads = self.qkv_proj(x)[0].view(-1, self.head_dim)  # [H + 2K, hd]
-        qk, v = heads.split((self.heads + self.kv_heads, self.kv_heads))
+        heads = self.qkv_proj.equal_rows(x)[0].view(-1, self.head_dim)  # [H + 2K, hd]
+        qk, v = torch.split(heads, [self.heads + self.kv_heads, self.kv_heads])
         if self.norm is not None:
             qk = self.norm * normed_heads(qk, self.eps)
         qk = qk * step.cos + qk.roll(self.head_dim // 2, -1) * step.sin
-        q, k = qk.split((self.heads, self.kv_heads))
+        q, k = torch.split(qk, [self.heads, self.kv_heads])
         step.new_k.copy_(k)
         step.new_v.copy_(v)
         groups = q.view(1, self.kv_heads, -1, self.head_dim)  # [1, K, G, hd]
         mix = F.scaled_dot_product_attention(groups, step.k, step.v)
-        return self.o_proj(mix.view(1, -1).expand(len(x), -1))
+        return self.o_proj.equal_rows(mix.view(1, -1).expand(len(x), -1))
 
 
 class FastMLP(MLP):
     """SwiGLU with gate and up as one product."""
 
-    def __init__(self, plain: MLP, space: Tensor) -> None:
+    down_proj: HeldLinear
+
+    def __init__(self, plain: MLP, make: MakeLinear, space: Space) -> None:
         nn.Module.__init__(self)
-        self.gate_up_proj = PackedLinear(joined([plain.gate_proj.weight, plain.up_proj.weight], space), None)
-        self.down_proj = PackedLinear(plain.down_proj.weight, None)
+        self.gate_up_proj = make(joined([plain.gate_proj.weight, plain.up_proj.weight], space), None)
+        self.down_proj = make(plain.down_proj.weight, None)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
+    def equal_rows(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj.equal_rows(x).chunk(2, dim=-1)
+        return self.down_proj.equal_rows(F.silu(gate) * up)
+
 
 class FastQwen(Qwen):
     """Made and loaded as a `Qwen`; then `accelerate` replaces its parts."""
+
+    lm_head: HeldLinear
 
     def forward(
         self,
@@ -160,48 +158,35 @@ class FastQwen(Qwen):
         backbone: Any = self.model  # its layers are of the classes above
         x = backbone.embed_tokens(token_id.expand(2))  # [2, D]: two equal rows from here on
         for block, *places in zip(backbone.layers, *new, *seen, strict=True):
-            x = x + block.self_attn.one_token(block.input_layernorm.equal_rows(x), OneStep(cos[0, 0, 0], sin[0, 0, 0], *places))
-            x = x + block.mlp(block.post_attention_layernorm.equal_rows(x))
-        logits = self.lm_head(backbone.norm.equal_rows(x))  # [2, V]
+            x = x + block.self_attn.one_token(
+                block.input_layernorm.equal_rows(x), OneStep(cos[0, 0, 0], sin[0, 0, 0], *places)
+            )
+            x = x + block.mlp.equal_rows(block.post_attention_layernorm.equal_rows(x))
+        logits = self.lm_head.equal_rows(backbone.norm.equal_rows(x))  # [2, V]
         cache.lengths = cache.lengths + 1
         return logits[None, :1]
 
 
-def joined(weights: list[Tensor], space: Tensor) -> Tensor:
-    """Weights [out, in] below each other, in a space that is used again and again: fresh ones would leave holes in the heap."""
-    rows, width = sum(len(weight) for weight in weights), weights[0].shape[1]
-    return torch.cat(weights, out=space[: rows * width].view(rows, width))
+def joined(weights: list[Tensor], space: Space) -> Tensor:
+    """Weights [out, in] below each other."""
+    shape = (sum(len(weight) for weight in weights), weights[0].shape[1])
+    return torch.cat(weights, out=space.take(shape, weights[0].dtype))
 
 
-def accelerate(model: Qwen, head: Tensor) -> None:
+def accelerate(model: Qwen, head: Weight, make: MakeLinear) -> None:
     """Replace the parts of a loaded model, one after the other, so that both forms are never held at once.
 
     Args:
         model: as it was loaded on the CPU. Its embedding stays as it is, to be looked up row by row.
-        head: [V, D], the head's weight; where that is tied, read anew, so that all its pages can be let go again.
+        head: [V, D], the head's weight; where that is tied, read apart from the embedding, so that its pages can go again.
+        make: what makes a linear layer of a weight and a bias.
     """
-    model.lm_head = PackedLinear(head, None)
-    sizes = model.config
-    widest = max(
-        2 * sizes.intermediate_size, (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * sizes.head_dim
-    )
-    space = torch.empty(widest * sizes.hidden_size, dtype=head.dtype)
-    del head
+    model.lm_head = make(head, None)
+    space = Space()
     backbone: Any = model.model  # other classes than it was made with take the same places
     for block in backbone.layers:
-        block.self_attn = FastAttention(block.self_attn, space)
-        block.mlp = FastMLP(block.mlp, space)
+        block.self_attn = FastAttention(block.self_attn, make, space)
+        block.mlp = FastMLP(block.mlp, make, space)
         block.input_layernorm = FastNorm(block.input_layernorm)
         block.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
     backbone.norm = FastNorm(backbone.norm)
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch has oneDNN's operations for this kind of number; they are its own, and may go one day."""
-    if device.type != "cpu":
-        return False
-    try:
-        weight = torch.ones(16, 16, dtype=dtype)
-        return torch.equal(PackedLinear(weight, None)(weight[:1]), torch.full((1, 16), 16.0, dtype=dtype))
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qwen_scratch.checkpoint import load_weights, open_checkpoint, read_head, settle_head
+from qwen_scratch.checkpoint import head_rows, load_weights, open_checkpoint, settle_head
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
-from qwen_scratch.fast import FastQwen, accelerate, can_pack
+from qwen_scratch.fast import FastQwen, accelerate
+from qwen_scratch.linears import HELD_BYTES, choose_linear
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -25,6 +26,7 @@ def load(
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
     exact: bool = False,
+    quantize: str | None = None,
     *,
     progress: bool = False,
 ) -> tuple[Qwen, Tokenizer]:
@@ -37,14 +39,15 @@ def load(
         revision: a branch, tag or commit, where the checkpoint comes from the hub.
         exact: the path that equals the reference bit for bit, and that is in model.py as it is read. By default a quicker one
             that is close to it, on a CPU (see fast.py).
+        quantize: "int8", "int4" or "int4-128": hold the weights in fewer bits, made while loading (see linears.py).
         progress: show a bar on stderr where loading takes more than a second.
 
     Raises:
-        InputError: the checkpoint, device or dtype cannot be used; the message says why.
+        InputError: the checkpoint, device, dtype or quantisation cannot be used; the message says why.
         RuntimeError, OSError: a download or the reading failed.
     """
     folder = find(ref, revision).folder
-    return load_model(folder, device, dtype, exact=exact, progress=progress), Tokenizer(folder)
+    return load_model(folder, device, dtype, exact=exact, quantize=quantize, progress=progress), Tokenizer(folder)
 
 
 def load_model(
@@ -53,26 +56,34 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
     exact: bool = False,
+    quantize: str | None = None,
     *,
     progress: bool = False,
 ) -> Qwen:
     """As `load`, for a checkpoint that has no tokenizer."""
+    if exact and quantize:
+        raise InputError("exact and quantize exclude each other: quantised weights are not the checkpoint's")
     device = choose_device(device)
     checkpoint = settle_head(open_checkpoint(find(ref, revision).folder))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
-    fast = not exact and can_pack(device, dtype)
-    model = shapes_only(checkpoint.config, FastQwen if fast else Qwen)
-    need = model.config.num_parameters * dtype.itemsize
-    if fast and need > 0.9 * available_memory():
+    make = choose_linear(quantize, device, dtype) if quantize or not exact else None
+    config = checkpoint.config
+    need = config.num_parameters * (HELD_BYTES[quantize] if quantize else dtype.itemsize)
+    if make and need > 0.9 * available_memory():
+        if quantize:
+            raise InputError(
+                f"the weights take {need / 2**20:,.0f} MiB in {quantize}, which is more than the free memory"
+            )
         warnings.warn(
             f"the {need / 2**20:,.0f} MiB of weights do not fit into memory packed: the exact path, from the mapped file",
             stacklevel=2,
         )
-        fast = False
+        make = None
+    model = shapes_only(config, FastQwen if make else Qwen)
     try:
-        load_weights(model, checkpoint, device, dtype, progress, to_be_copied=fast)
-        if fast:
-            accelerate(model, read_head(checkpoint, device, dtype))
+        load_weights(model, checkpoint, device, dtype, progress, to_be_copied=make is not None)
+        if make:
+            accelerate(model, head_rows(checkpoint, dtype), make)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

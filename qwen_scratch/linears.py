@@ -1,0 +1,224 @@
+"""Linear layers for a CPU that hold their weight in a form of their own: packed for quick reading, or quantised as well.
+
+One interface for all: made of a plain weight [out, in], a tensor or rows in a file, and a bias; called with x [..., in] →
+[..., out]; `equal_rows` does the same for x [2, in] of two equal rows, as which one token goes through the model (see fast.py).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qwen_scratch.checkpoint import Rows
+from qwen_scratch.errors import InputError
+
+Weight = Tensor | Rows  # [out, in]
+
+
+class Space:
+    """Memory that is used again and again: fresh pieces between the ones that stay would leave holes in the heap.
+
+    Large pieces are fresh all the same, because the system gets those back whole.
+    """
+
+    LARGE = 2**25  # bytes; malloc's own border is nowhere higher
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of any content, good until the next call."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > self.LARGE:
+            return torch.empty(shape, dtype=dtype)
+        if size > len(self.bytes):
+            self.bytes = torch.empty(size, dtype=torch.uint8)
+        return self.bytes[:size].view(dtype).view(shape)
+
+
+class HeldLinear(nn.Linear):
+    """What all have in common. Nothing here is trained, so nothing is a Parameter."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias  # type: ignore[assignment]
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the weight takes in its form."""
+        raise NotImplementedError
+
+    def equal_rows(self, x: Tensor) -> Tensor:
+        y: Tensor = self(x)
+        return y
+
+
+class PackedLinear(HeldLinear):
+    """The weight as it is, in the order in which oneDNN's kernel for two rows reads it best."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight[:], 2)
+        self.itemsize = weight.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        return self.out_features * self.in_features * self.itemsize
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+class Int8Linear(HeldLinear):
+    """8-bit weights, symmetric, a scale for each output; x is rounded to 8 bits too, with a scale for each token.
+
+    Integers are multiplied and summed exactly, so the two roundings are all that is lost.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None, space: Space) -> None:
+        super().__init__(weight, bias)
+        whole = space.take(weight.shape, torch.int8)
+        self.scale = torch.empty(self.out_features)  # [out] float32
+        for part in row_blocks(weight):
+            rows = weight[part].float()
+            self.scale[part] = step_size(rows.abs().amax(1))
+            whole[part] = rows.div_(self.scale[part, None]).round_()
+        self.packed = torch.ops.onednn.qlinear_prepack(whole, [2, self.in_features])
+        self.zeros = torch.zeros(self.out_features, dtype=torch.int32)  # a symmetric scale has its zero at 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.out_features * (self.in_features + 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = step_size(x.abs().amax(-1, keepdim=True).float())  # [..., 1]
+        y = self.product((x / scale).round_().to(torch.int8), 1.0, None, torch.float32) * scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def equal_rows(self, x: Tensor) -> Tensor:
+        scale = max(float(torch.linalg.vector_norm(x[:1], torch.inf)), 1e-30) / 127
+        return self.product((x * (1 / scale)).round_().to(torch.int8), scale, self.bias, x.dtype)
+
+    def product(self, x: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return torch.ops.onednn.qlinear_pointwise(
+            x, scale, 0, self.packed, self.scale, self.zeros, bias, 1.0, 0, dtype, "none", [], ""
+        )
+
+
+class Int4Linear(HeldLinear):
+    """4-bit weights in groups of consecutive inputs, each group with its own scale and offset in x's dtype.
+
+    A group's values are its least one plus n steps of a fifteenth of its range, n = 0 to 15. For many rows, the weight is
+    unpacked for the duration of the product: then arithmetic is the limit, and plain matrices are quicker there.
+    """
+
+    BLOCK = 64  # outputs that the kernel keeps side by side
+
+    def __init__(self, weight: Weight, bias: Tensor | None, group: int) -> None:
+        super().__init__(weight, bias)
+        self.group = group
+        self.more_in, more_out = (
+            -self.in_features % group,
+            -self.out_features % self.BLOCK,
+        )  # the rest up to whole groups
+        outputs, groups = self.out_features + more_out, (self.in_features + self.more_in) // group
+        self.packed = torch.empty(outputs, groups * group // 2, dtype=torch.uint8)
+        self.scales = torch.empty(
+            groups, outputs, 2, dtype=weight.dtype
+        )  # of each group: scale, and what n = 8 stands for
+        for block in row_blocks(weight):
+            rows = weight[block].float()
+            rows = F.pad(rows, (0, self.more_in, 0, -len(rows) % self.BLOCK)).view(-1, groups, group)
+            part = slice(block.start, block.start + len(rows))  # with the padding
+            low, high = rows.amin(2), rows.amax(2)  # [rows, groups]; aminmax is slower than both
+            scale = ((high - low) / 15).clamp_(min=1e-30).to(weight.dtype)
+            middle = (low + 8 * scale.float()).to(weight.dtype)
+            self.scales[:, part] = torch.stack((scale, middle), -1).transpose(0, 1)
+            n = rows.sub_(middle.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
+            self.packed[part] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(n.int().flatten(1), 1)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.pad(x, (0, self.more_in)) if self.more_in else x.contiguous()
+        rows = rows.view(-1, self.in_features + self.more_in)
+        if len(rows) > 16 and unpacking_is_known():
+            y = F.linear(rows, self.unpacked())
+        else:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
+        y = y[:, : self.out_features].view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+    def unpacked(self) -> Tensor:
+        """[out, in] in the dtype of the scales, with the padding."""
+        scale, middle = self.scales.permute(2, 1, 0)[..., None]  # each [out, groups, 1]
+        n = unpack(self.packed).to(scale.dtype).view(len(self.packed), -1, self.group)
+        return n.sub_(8).mul_(scale).add_(middle).flatten(1)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The kernel's order → [out, in] uint8: a byte has outputs i and i + 32 of a block of 64, inputs follow each other."""
+    blocks = packed.view(-1, packed.shape[1] * 2, 32)  # [out / 64, in, 32]
+    return torch.cat((blocks & 15, blocks >> 4), -1).transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def unpacking_is_known() -> bool:
+    """The order is the kernel's own, and another one on other CPUs; there every product takes the kernel."""
+    n = torch.arange(64 * 32, dtype=torch.int32).view(64, 32) * 7 % 16
+    return torch.equal(unpack(torch.ops.aten._convert_weight_to_int4pack_for_cpu(n, 1)).int(), n)
+
+
+def step_size(largest: Tensor) -> Tensor:
+    """Of 127 steps from 0 to the largest value; never 0, by which nothing could be divided."""
+    return largest.clamp(min=1e-30) / 127
+
+
+def row_blocks(weight: Weight) -> Iterator[slice]:
+    """A weight in parts: whole, it would take twice its memory as float32, and small parts stay in the cache meanwhile."""
+    rows, width = weight.shape
+    size = max(2**18 // width // 64, 1) * 64
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+MakeLinear = Callable[[Weight, Tensor | None], HeldLinear]
+
+GROUPS = {"int4": 64, "int4-128": 128}
+HELD_BYTES = {"int8": 1.0} | {
+    name: 0.5 + 4 / group for name, group in GROUPS.items()
+}  # per weight, with the groups' scales
+
+
+def choose_linear(quantize: str | None, device: torch.device, dtype: torch.dtype) -> MakeLinear | None:
+    """The linear layer to use, or None where this torch has no quick one for this kind of number.
+
+    The operations are torch's own and may go one day, so each is tried.
+
+    Raises:
+        InputError: `quantize` is unknown, or cannot be done on this device and in this dtype.
+    """
+    make: MakeLinear = PackedLinear
+    if quantize == "int8":
+        make = functools.partial(Int8Linear, space=Space())
+    elif quantize in GROUPS:
+        make = functools.partial(Int4Linear, group=GROUPS[quantize])
+    elif quantize is not None:
+        raise InputError(f"quantize {quantize!r} is not known; choose one of {', '.join(HELD_BYTES)}")
+    reason = f"it works on a CPU, not on {device}"
+    if device.type == "cpu":
+        try:
+            y = make(torch.ones(64, 128, dtype=dtype), None)(torch.ones(2, 128, dtype=dtype))
+            if torch.allclose(y, torch.full((2, 64), 128.0, dtype=dtype), rtol=0.01):
+                return make
+            reason = f"this torch computes it wrongly in {dtype}"
+        except (RuntimeError, AttributeError, NotImplementedError):
+            reason = f"this torch has no kernel for it in {str(dtype).removeprefix('torch.')}"
+    if quantize is not None:
+        raise InputError(f"--quantize {quantize} is not possible here: {reason}")
+    return None
