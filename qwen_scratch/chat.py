@@ -142,6 +142,7 @@ class Chat:
         for notice in running.result.notices:
             self.tell(notice)
         result = running.result
+        running.progress = sys.stderr.isatty()
         try:
             code = output.print_stream(running, self.show_thinking)
         finally:

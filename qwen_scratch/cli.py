@@ -79,6 +79,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the path that equals the reference bit for bit; the default is close to it and quicker",
     )
+    group.add_argument(
+        "--quantize", metavar="WIDTH", help="hold the weights as int8, int4 or int4-128 (groups of 64 or 128); on a CPU"
+    )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
     group.add_argument(
         "--max-context", type=int, metavar="N", help="fewer positions than the model has, to bound the cache"
@@ -176,6 +179,7 @@ def load_from_options(args: argparse.Namespace) -> "tuple[Qwen, Tokenizer, Sourc
         device=args.device,
         dtype=args.dtype,
         exact=args.exact,
+        quantize=args.quantize,
         progress=sys.stderr.isatty() and not args.quiet,
     )
     if args.threads is None and model.config.num_parameters < 10_000_000:

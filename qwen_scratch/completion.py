@@ -133,6 +133,7 @@ class Stream:
     ) -> None:
         self.result = result
         self._writer = Writer(tokenizer, result)
+        self.progress = False  # show a bar on stderr where reading the prompt takes more than two seconds
         self._events = self._run(model, cache)
 
     def __iter__(self) -> Iterator[Event]:
@@ -150,7 +151,7 @@ class Stream:
         return self._writer.cut()
 
     def _run(self, model: Qwen, cache: KVCache | None) -> Generator[Event, None, None]:
-        for _, token_id in run(model, [self.result.request], cache):
+        for _, token_id in run(model, [self.result.request], cache, self.progress):
             yield from self._writer.push(token_id)
 
 

@@ -1,6 +1,6 @@
 """The loop that makes tokens: ids in, ids out. It knows no text.
 
-prefill: the whole prompt in one forward; its last position predicts the first new token
+prefill: the whole prompt, in one forward or in chunks; its last position predicts the first new token
 decode:  that token in, the next one out, one forward each, until a stop id or the limit
 """
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from qwen_scratch.cache import KVCache
 from qwen_scratch.errors import InputError, is_out_of_memory
@@ -48,7 +49,9 @@ class Request:
     decode_s: float = 0.0  # all later tokens together
 
 
-def run(model: Qwen, requests: list[Request], cache: KVCache | None = None) -> Iterator[tuple[Request, int]]:
+def run(
+    model: Qwen, requests: list[Request], cache: KVCache | None = None, progress: bool = False
+) -> Iterator[tuple[Request, int]]:
     """Generate for all requests side by side; yield each new token with its request as soon as it is known.
 
     Args:
@@ -67,7 +70,7 @@ def run(model: Qwen, requests: list[Request], cache: KVCache | None = None) -> I
     try:
         if cache is None:
             cache = KVCache(model.config, len(requests), room, device=model.device, dtype=model.dtype)
-        yield from steps(model, requests, cache)
+        yield from steps(model, requests, cache, progress)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -79,14 +82,16 @@ def run(model: Qwen, requests: list[Request], cache: KVCache | None = None) -> I
         ) from None
 
 
-def steps(model: Qwen, requests: list[Request], cache: KVCache) -> Iterator[tuple[Request, int]]:
+def steps(
+    model: Qwen, requests: list[Request], cache: KVCache, progress: bool = False
+) -> Iterator[tuple[Request, int]]:
     """Prefill, then one token after the other."""
     for request in requests:
         request.sampler.begin(request.prompt_ids, model.config.vocab_size, model.device)
 
     start = perf_counter()
     known = cache.lengths.tolist()
-    logits = forward(model, [r.prompt_ids[n:] for r, n in zip(requests, known, strict=True)], cache)
+    logits = prefill(model, [r.prompt_ids[n:] for r, n in zip(requests, known, strict=True)], cache, progress)
     for b, request in enumerate(requests):
         request.first_top = best(logits[b, 0])
     first = 0.0
@@ -120,6 +125,23 @@ def check_ids(ids: list[int], vocab_size: int) -> None:
     bad = [i for i in ids if not 0 <= i < vocab_size]
     if bad:
         raise InputError(f"token id {bad[0]} is outside the model's vocabulary of {vocab_size}")
+
+
+def prefill(model: Qwen, rows: list[list[int]], cache: KVCache, progress: bool) -> Tensor:
+    """The prompts' new ids → logits [B, 1, V] of each row's last position.
+
+    A model with a `prefill_chunk` reads that many tokens at a time: what its layers hold meanwhile then no longer grows with
+    the prompt. The exact one reads it whole, as the reference does, because other shapes round otherwise.
+    """
+    chunk: int | None = getattr(model, "prefill_chunk", None)
+    done = 0
+    with tqdm(desc="reading the prompt", total=max(map(len, rows)), unit="token", leave=False, delay=2,
+              disable=not progress) as bar:  # fmt: skip
+        while chunk and min(map(len, rows)) - done > chunk:  # every row keeps a token for the last forward
+            forward(model, [row[done : done + chunk] for row in rows], cache)
+            done += chunk
+            bar.update(chunk)
+        return forward(model, [row[done:] for row in rows], cache)
 
 
 @torch.inference_mode()

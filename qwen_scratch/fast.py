@@ -135,6 +135,8 @@ class FastQwen(Qwen):
     """Made and loaded as a `Qwen`; then `accelerate` replaces its parts."""
 
     lm_head: HeldLinear
+    prefill_chunk = 512  # tokens; see `engine.prefill`
+    quantize: str | None = None  # how the weights are held, where not as the checkpoint has them
 
     def forward(
         self,
@@ -190,3 +192,13 @@ def accelerate(model: Qwen, head: Weight, make: MakeLinear) -> None:
         block.input_layernorm = FastNorm(block.input_layernorm)
         block.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
     backbone.norm = FastNorm(backbone.norm)
+
+
+def weight_bytes(model: Qwen) -> int:
+    """Memory that the weights take in the form that is multiplied by; a head that is tied to the embedding counts once."""
+    held = sum(part.held_bytes for part in model.modules() if isinstance(part, HeldLinear))
+    if not held:
+        return model.config.num_parameters * model.dtype.itemsize
+    embedding = 0 if model.config.tie_word_embeddings else model.model.embed_tokens.weight.nbytes
+    norms = sum(part.weight.nbytes for part in model.modules() if isinstance(part, RMSNorm))
+    return held + embedding + norms

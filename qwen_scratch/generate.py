@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
         max_context=args.max_context,
         truncate=args.truncate,
     )
+    running.progress = sys.stderr.isatty() and not args.quiet
     result = running.result
     if not args.quiet:
         for line in (

@@ -82,7 +82,8 @@ def load_model(
     model = shapes_only(config, FastQwen if make else Qwen)
     try:
         load_weights(model, checkpoint, device, dtype, progress, to_be_copied=make is not None)
-        if make:
+        if make and isinstance(model, FastQwen):
+            model.quantize = quantize
             accelerate(model, head_rows(checkpoint, dtype), make)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

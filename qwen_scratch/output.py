@@ -11,6 +11,7 @@ import torch
 
 from qwen_scratch.cli import ANSWERED, INTERRUPTED
 from qwen_scratch.completion import Completion, Stream
+from qwen_scratch.fast import weight_bytes
 from qwen_scratch.model import Qwen
 from qwen_scratch.source import Source
 from qwen_scratch.template import parse_tool_calls
@@ -78,11 +79,12 @@ def drain(running: Stream) -> int:
 
 
 def model_line(source: Source, model: Qwen, kv_cache_bytes: int | None = None) -> str:
-    weights = model.config.num_parameters * model.dtype.itemsize
+    quantize = getattr(model, "quantize", None)
     yarn = f"YaRN x{model.config.yarn.factor:g} (on for every length), " if model.config.yarn else ""
     return (
         f"{source}: {model.config.model_type}, {model.config.num_parameters:,} parameters, {yarn}"
-        f"{dtype_name(model)} on {model.device}, weights {mib(weights)} MiB"
+        f"{dtype_name(model)} on {model.device}, weights {mib(weight_bytes(model))} MiB"
+        + (f" in {quantize}" if quantize else "")
         + (f", KV cache {mib(kv_cache_bytes)} MiB" if kv_cache_bytes is not None else "")
     )
 
@@ -114,6 +116,7 @@ def result_json(
         "revision": source.revision,
         "device": str(model.device),
         "dtype": dtype_name(model),
+        "quantize": getattr(model, "quantize", None),
         "prompt": prompt,
         "rendered_prompt": result.rendered_prompt,
         "input_ids": result.prompt_ids,

@@ -2,12 +2,13 @@
 """How near decoding comes to the speed of the memory, and how that compares with transformers in the same call.
 
     python scripts/bench.py --model REF [--against transformers] [--prompt-tokens 32,512] [--new-tokens 64]
-        [--exact] [--batch 1] [--runs 3] [--json] [--plot FILE.png]
+        [--exact] [--quantize int8,int4] [--batch 1] [--runs 3] [--json] [--plot FILE.png]
 
-One new token reads every weight once, so weight bytes / read bandwidth is the least time that a step can take; the bandwidth is
-measured first, as the best of several ways to read more than any cache holds. Every run is a process of its own; the
-sides alternate, because machines drift, and medians are printed. Peak memory is resident memory, file-backed pages included,
-above what the process held once everything was imported. Linux only (it reads /proc).
+One new token reads every weight once, so weight bytes / read bandwidth is the least time that a step can take. The bandwidth is
+that of the quickest of several ways to read eight times what the caches hold, and it is measured in every round, before the
+sides take their turns, because machines drift. Every run is a process of its own; medians over the rounds are printed. Peak
+memory is resident memory, file-backed pages included, above what the process held once everything was imported.
+`process_to_first_token_s` is what somebody waits who starts the program. Linux only (it reads /proc).
 """
 
 import argparse
@@ -16,49 +17,57 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 REFERENCE = "transformers"
 
 
-def status(key: str) -> int:
+def status(key: str, file: str = "/proc/self/status") -> int:
     """A field of /proc/self/status, in bytes."""
-    with open("/proc/self/status") as lines:
+    with open(file) as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def bandwidth(seconds: float = 4.0) -> float:
-    """The fastest that this process could read memory, in GB/s: sums, dot products and one-row products over 1 GB."""
+def cache_bytes() -> int:
+    """The largest cache that this CPU shows."""
+    sizes = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=2**25)
+
+
+def bandwidth(passes: int = 5) -> float:
+    """How fast this process reads memory, in GB/s: the quickest of sums, maxima, dot products and one-row products."""
     import torch
 
-    numbers = torch.ones(2**28)  # 1 GiB of float32
-    matrix = numbers.view(torch.bfloat16).view(-1, 4096)  # the same bytes, [131072, 4096]
+    size = min(max(8 * cache_bytes(), 2**30), status("MemAvailable", "/proc/meminfo") // 3)
+    numbers = torch.ones(size // 2**14 * 2**12)
+    matrix = numbers.view(torch.bfloat16).view(-1, 4096)  # the same bytes
     row = torch.ones(1, 4096, dtype=torch.bfloat16)
-    packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
     ways = [
         numbers.sum,
         numbers.max,
         lambda: numbers.dot(numbers),
         lambda: torch.nn.functional.linear(row, matrix),
-        lambda: torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], ""),
     ]
-    best = 0.0
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        for way in ways:
+    speeds = []
+    for way in ways:
+        times = []
+        for _ in range(passes):
             start = perf_counter()
             way()
-            best = max(best, numbers.nbytes / (perf_counter() - start))
-    return best / 1e9
+            times.append(perf_counter() - start)
+        speeds.append(numbers.nbytes / statistics.median(times))
+    return max(speeds) / 1e9
 
 
 def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One run in this process: `side` is transformers, exact or fast."""
+    """One run in this process: `side` is transformers, exact, fast, int8, int4 or int4-128."""
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    quantize = side if side.startswith("int") else None
     if side == REFERENCE:
         import transformers
         import transformers.models.qwen2.modeling_qwen2
@@ -68,6 +77,7 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
         transformers.logging.disable_progress_bar()
     else:
         import qwen_scratch.completion
+        import qwen_scratch.fast
         import qwen_scratch.loading
     torch.nn.functional.linear(torch.ones(1, 64), torch.ones(64, 64))  # start the thread pool
     baseline = status("VmRSS")
@@ -77,7 +87,7 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
     if side == REFERENCE:
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     else:
-        model = qwen_scratch.load_model(args.model, "cpu", args.dtype, exact=side == "exact")
+        model = qwen_scratch.load_model(args.model, "cpu", args.dtype, exact=side == "exact", quantize=quantize)
     load_s = perf_counter() - start
 
     def generate(prompt: int, new: int) -> float:
@@ -96,21 +106,30 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
         return perf_counter() - start
 
     first_s = generate(args.prompt_tokens[0], 1)
-    result: dict[str, Any] = {"load_s": load_s, "load_and_first_token_s": load_s + first_s, "cases": {}}
+    result: dict[str, Any] = {
+        "load_s": load_s,
+        "load_and_first_token_s": load_s + first_s,
+        "process_to_first_token_s": time() - args.started,
+        "cases": {},
+    }
+    generate(args.prompt_tokens[0], args.new_tokens)
+    result["peak_mib"] = (status("VmHWM") - baseline) / 2**20
     for prompt in args.prompt_tokens:
         generate(prompt, 2)
         prefill_s = min(generate(prompt, 1) for _ in range(2))
         decode_s = generate(prompt, args.new_tokens) - prefill_s  # what more tokens take longer is decoding
         speed = args.batch * (args.new_tokens - 1) / decode_s
         result["cases"][prompt] = {"prefill_s": prefill_s, "decode_tokens_per_s": speed}
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    if side != REFERENCE:
-        weights = model.config.num_parameters * model.dtype.itemsize  # packed ones are no parameters
-    return result | {"peak_mib": (status("VmHWM") - baseline) / 2**20, "weights_mib": weights / 2**20}
+    result["peak_with_longest_prompt_mib"] = (status("VmHWM") - baseline) / 2**20
+    if side == REFERENCE:
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+    else:
+        weights = qwen_scratch.fast.weight_bytes(model)
+    return result | {"weights_mib": weights / 2**20, "threads": torch.get_num_threads()}
 
 
-def in_own_process(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", side]
+def in_own_process(side: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", side, "--started", str(time())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{side} failed: {done.stderr.strip().splitlines()[-1]}")
@@ -140,8 +159,11 @@ def table(summary: dict[str, Any]) -> str:
             cells += f"{f'{value:,.{digits}f}{ratio}':>14}"
         lines.append(f"{name:30}" + cells)
 
-    for key in ("load_s", "load_and_first_token_s", "peak_mib", "weights_mib", "peak_of_weights"):
-        row(key, [summary[side][key] for side in sides], 0 if "mib" in key else 2, key != "peak_of_weights")
+    for key in (
+        "load_s", "load_and_first_token_s", "process_to_first_token_s", "peak_mib", "peak_with_longest_prompt_mib",
+        "weights_mib", "peak_of_weights",
+    ):  # fmt: skip
+        row(key, [summary[side][key] for side in sides], 0 if "mib" in key else 2, key.endswith("_s"))
     for prompt in summary[sides[0]]["cases"]:
         lines.append(f"after {prompt} prompt tokens")
         for key in ("prefill_s", "decode_tokens_per_s", "gb_per_s", "share_of_limit"):
@@ -176,6 +198,9 @@ def main() -> None:
     parser.add_argument("--against", choices=[REFERENCE])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--exact", action="store_true", help="measure the exact path too")
+    parser.add_argument(
+        "--quantize", type=lambda text: text.split(","), default=[], help="int8, int4, int4-128, by commas"
+    )
     parser.add_argument("--prompt-tokens", type=numbers, default=[32, 512])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
@@ -184,6 +209,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line that otherwise comes last")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the decoding speeds (extra: plot)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker == "bandwidth":
         print(bandwidth())
@@ -194,13 +220,15 @@ def main() -> None:
 
     import torch
 
-    sides = [REFERENCE] * bool(args.against) + ["exact"] * args.exact + ["fast"]
-    gbs = float(in_own_process("bandwidth", args))
+    sides = [REFERENCE] * bool(args.against) + ["exact"] * args.exact + ["fast", *args.quantize]
+    speeds = []
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    in_own_process(sides[0], args)  # warms the file cache
+    in_own_process(sides[0])  # warms the file cache
     for _ in range(args.runs):
+        speeds.append(float(in_own_process("bandwidth")))
         for side in sides:
-            runs[side].append(in_own_process(side, args))
+            runs[side].append(in_own_process(side))
+    gbs = statistics.median(speeds)
     summary = {side: summarize(runs[side], gbs, args.batch) for side in sides}
     threads = args.threads or torch.get_num_threads()
     title = f"{args.model}, {args.dtype}, batch {args.batch}, {threads} threads, torch {torch.__version__}"
