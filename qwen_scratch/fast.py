@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwen_scratch.cache import KVCache
-from qwen_scratch.linears import HeldLinear, MakeLinear, Space, Weight
+from qwen_scratch.linears import HeldLinear, Kinds, MakeLinear, Space, Weight
 from qwen_scratch.model import MLP, Attention, Qwen, RMSNorm
 from qwen_scratch.rope import apply_rope
 
@@ -175,20 +175,20 @@ def joined(weights: list[Tensor], space: Space) -> Tensor:
     return torch.cat(weights, out=space.take(shape, weights[0].dtype))
 
 
-def accelerate(model: Qwen, head: Weight, make: MakeLinear) -> None:
+def accelerate(model: Qwen, head: Weight, kinds: Kinds) -> None:
     """Replace the parts of a loaded model, one after the other, so that both forms are never held at once.
 
     Args:
         model: as it was loaded on the CPU. Its embedding stays as it is, to be looked up row by row.
         head: [V, D], the head's weight; where that is tied, read apart from the embedding, so that its pages can go again.
-        make: what makes a linear layer of a weight and a bias.
+        kinds: what makes the linear layers.
     """
-    model.lm_head = make(head, None)
+    model.lm_head = kinds.head(head, None)
     space = Space()
     backbone: Any = model.model  # other classes than it was made with take the same places
     for block in backbone.layers:
-        block.self_attn = FastAttention(block.self_attn, make, space)
-        block.mlp = FastMLP(block.mlp, make, space)
+        block.self_attn = FastAttention(block.self_attn, kinds.inner, space)
+        block.mlp = FastMLP(block.mlp, kinds.inner, space)
         block.input_layernorm = FastNorm(block.input_layernorm)
         block.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
     backbone.norm = FastNorm(backbone.norm)

@@ -14,7 +14,7 @@ from qwen_scratch.checkpoint import head_rows, load_weights, open_checkpoint, se
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
 from qwen_scratch.fast import FastQwen, accelerate
-from qwen_scratch.linears import HELD_BYTES, choose_linear
+from qwen_scratch.linears import HELD_BYTES, choose_linears
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -66,10 +66,10 @@ def load_model(
     device = choose_device(device)
     checkpoint = settle_head(open_checkpoint(find(ref, revision).folder))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
-    make = choose_linear(quantize, device, dtype) if quantize or not exact else None
+    kinds = None if exact else choose_linears(quantize, device, dtype)
     config = checkpoint.config
     need = config.num_parameters * (HELD_BYTES[quantize] if quantize else dtype.itemsize)
-    if make and need > 0.9 * available_memory():
+    if kinds and need > 0.9 * available_memory():
         if quantize:
             raise InputError(
                 f"the weights take {need / 2**20:,.0f} MiB in {quantize}, which is more than the free memory"
@@ -78,13 +78,13 @@ def load_model(
             f"the {need / 2**20:,.0f} MiB of weights do not fit into memory packed: the exact path, from the mapped file",
             stacklevel=2,
         )
-        make = None
-    model = shapes_only(config, FastQwen if make else Qwen)
+        kinds = None
+    model = shapes_only(config, FastQwen if kinds else Qwen)
     try:
-        load_weights(model, checkpoint, device, dtype, progress, to_be_copied=make is not None)
-        if make and isinstance(model, FastQwen):
+        load_weights(model, checkpoint, device, dtype, progress, to_be_copied=kinds is not None)
+        if kinds and isinstance(model, FastQwen):
             model.quantize = quantize
-            accelerate(model, head_rows(checkpoint, dtype), make)
+            accelerate(model, head_rows(checkpoint, dtype), kinds)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
