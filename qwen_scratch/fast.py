@@ -92,10 +92,7 @@ class FastAttention(Attention):
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if q.shape[2] > 1:
-            return super().attend(q, k, v, mask)
-        groups = q.reshape(q.shape[0], self.kv_heads, -1, self.head_dim)  # [B, K, G, hd]: a group's queries as rows
-        return F.scaled_dot_product_attention(groups, k, v, mask).reshape(q.shape[0], 1, -1)  # [B, 1, H * hd]
+        return attend_in_groups(self, q, k, v, mask)
 
     def one_token(self, x: Tensor, step: OneStep) -> Tensor:
         """x [n, D] of equal rows → the same."""
@@ -110,6 +107,17 @@ class FastAttention(Attention):
         groups = q.view(1, self.kv_heads, -1, self.head_dim)  # [1, K, G, hd]
         mix = F.scaled_dot_product_attention(groups, step.k, step.v)
         return self.o_proj.equal_rows(mix.view(1, -1).expand(len(x), -1))
+
+
+def attend_in_groups(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`Attention.attend`, but one token's queries that share a key/value head are rows of one: kernels that take a mask then
+    need no copies of the heads."""
+    if q.shape[2] > 1:
+        return Attention.attend(self, q, k, v, mask)
+    groups = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # [B, K, G, hd]
+    if mask is not None:
+        mask = mask.expand(-1, -1, groups.shape[2], -1)  # [B, 1, G, S]
+    return F.scaled_dot_product_attention(groups, k, v, mask).reshape(q.shape[0], 1, -1)  # [B, 1, H * hd]
 
 
 class FastMLP(MLP):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from qwen_scratch.captured import CapturedQwen
 from qwen_scratch.checkpoint import head_rows, load_weights, open_checkpoint, settle_head
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
@@ -38,7 +39,7 @@ def load(
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto": see `choose_dtype`.
         revision: a branch, tag or commit, where the checkpoint comes from the hub.
         exact: the path that equals the reference bit for bit, and that is in model.py as it is read. By default a quicker one
-            that is close to it, on a CPU (see fast.py).
+            that is close to it (fast.py on a CPU, captured.py on a GPU).
         quantize: "int8", "int4" or "int4-128": hold the weights in fewer bits, made while loading (see linears.py).
         progress: show a bar on stderr where loading takes more than a second.
 
@@ -79,7 +80,7 @@ def load_model(
             stacklevel=2,
         )
         kinds = None
-    model = shapes_only(config, FastQwen if kinds else Qwen)
+    model = shapes_only(config, FastQwen if kinds else Qwen if exact or device.type != "cuda" else CapturedQwen)
     try:
         load_weights(model, checkpoint, device, dtype, progress, to_be_copied=kinds is not None)
         if kinds and isinstance(model, FastQwen):
