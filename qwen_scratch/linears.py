@@ -85,7 +85,7 @@ class Int8Linear(HeldLinear):
         whole = space.take(weight.shape, torch.int8)
         self.scale = torch.empty(self.out_features)  # [out] float32
         for part in row_blocks(weight):
-            rows = weight[part].float()
+            rows = weight[part].to(torch.float32, copy=True)
             self.scale[part] = step_size(rows.abs().amax(1))
             whole[part] = rows.div_(self.scale[part, None]).round_()
         self.packed = torch.ops.onednn.qlinear_prepack(whole, [2, self.in_features])
@@ -118,6 +118,7 @@ class Int4Linear(HeldLinear):
     """
 
     BLOCK = 64  # outputs that the kernel keeps side by side
+    MANY = 64  # rows
 
     def __init__(self, weight: Weight, bias: Tensor | None, group: int) -> None:
         super().__init__(weight, bias)
@@ -132,7 +133,7 @@ class Int4Linear(HeldLinear):
             groups, outputs, 2, dtype=weight.dtype
         )  # of each group: scale, and what n = 8 stands for
         for block in row_blocks(weight):
-            rows = weight[block].float()
+            rows = weight[block].to(torch.float32, copy=True)
             rows = F.pad(rows, (0, self.more_in, 0, -len(rows) % self.BLOCK)).view(-1, groups, group)
             part = slice(block.start, block.start + len(rows))  # with the padding
             low, high = rows.amin(2), rows.amax(2)  # [rows, groups]; aminmax is slower than both
@@ -151,31 +152,31 @@ class Int4Linear(HeldLinear):
     def forward(self, x: Tensor) -> Tensor:
         rows = F.pad(x, (0, self.more_in)) if self.more_in else x.contiguous()
         rows = rows.view(-1, self.in_features + self.more_in)
-        if len(rows) > 16 and unpacking_is_known():
-            y = F.linear(rows, self.unpacked())
+        if len(rows) > self.MANY and unpacking_is_known():
+            y = rows @ self.unpacked()
         else:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
         y = y[:, : self.out_features].view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
     def unpacked(self) -> Tensor:
-        """[out, in] in the dtype of the scales, with the padding."""
-        scale, middle = self.scales.permute(2, 1, 0)[..., None]  # each [out, groups, 1]
-        n = unpack(self.packed).to(scale.dtype).view(len(self.packed), -1, self.group)
-        return n.sub_(8).mul_(scale).add_(middle).flatten(1)
+        """[in, out] in the dtype of the scales, with the padding."""
+        scale, middle = self.scales[:, None].unbind(-1)  # each [groups, 1, out]
+        n = unpack(self.packed).to(scale.dtype).view(len(scale), self.group, -1)
+        return n.sub_(8).mul_(scale).add_(middle).flatten(0, 1)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The kernel's order → [out, in] uint8: a byte has outputs i and i + 32 of a block of 64, inputs follow each other."""
+    """The kernel's order → [in, out] uint8: a byte has outputs i and i + 32 of a block of 64, inputs follow each other."""
     blocks = packed.view(-1, packed.shape[1] * 2, 32)  # [out / 64, in, 32]
-    return torch.cat((blocks & 15, blocks >> 4), -1).transpose(1, 2).flatten(0, 1)
+    return torch.cat((blocks & 15, blocks >> 4), -1).transpose(0, 1).flatten(1)
 
 
 @functools.cache
 def unpacking_is_known() -> bool:
     """The order is the kernel's own, and another one on other CPUs; there every product takes the kernel."""
     n = torch.arange(64 * 32, dtype=torch.int32).view(64, 32) * 7 % 16
-    return torch.equal(unpack(torch.ops.aten._convert_weight_to_int4pack_for_cpu(n, 1)).int(), n)
+    return torch.equal(unpack(torch.ops.aten._convert_weight_to_int4pack_for_cpu(n, 1)).t().int(), n)
 
 
 def step_size(largest: Tensor) -> Tensor:

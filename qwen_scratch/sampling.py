@@ -158,8 +158,8 @@ class Sampler:
             scores = keep_top_p(scores, self.top_p)
             scores = keep_min_p(scores, self.min_p)
             chosen = draw(scores, self.generator)
-        self.in_text[chosen] = True
-        self.in_answer[chosen] = True
+        for seen in (self.in_text, self.in_answer):
+            seen.index_fill_(0, chosen.view(1), True)  # seen[chosen] would fetch the number from the device first
         return torch.stack((chosen.double(), largest.double()))
 
 
@@ -217,6 +217,9 @@ def draw(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 
     Race of exponential clocks: with E exponential, argmax p / E is i with probability p_i.
     """
+    if scores.device.type != "cpu":  # there counting them would make the CPU wait, and drawing for all costs nothing
+        clocks = torch.empty_like(scores).exponential_(generator=generator)
+        return (scores.softmax(-1) / clocks).argmax()
     kept = (scores != -math.inf).nonzero().squeeze(1)  # [n]
     if len(kept) == 0:  # every logit was -inf: the caller sees that the largest one is not finite
         return scores.argmax()

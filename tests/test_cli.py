@@ -94,6 +94,14 @@ def test_json(script, generate):
     assert "revision" in out
 
 
+def test_quantised_weights(script, generate):
+    done = generate("hi", "--model", script, "--quantize", "int8", "--json")
+    out = json.loads(done.stdout)
+    assert (out["quantize"], out["generated_text"], out["dtype"]) == ("int8", "a😀b", "float32")
+    assert "MiB in int8" in done.stderr.decode()
+    assert json.loads(generate("hi", "--model", script, "--json", "--quiet").stdout)["quantize"] is None
+
+
 def test_the_schema_of_the_json_can_fail(script, generate):
     """Every key is required where it is always there, and none goes by unknown."""
     options = ["hi", "--model", script, "--json", "--quiet", "--logprobs", 1, "--top-p", 0.9]
@@ -194,6 +202,8 @@ def test_context_limits(tmp_path, generate):
         (["hi", "--device", "tpu"], ["tpu"]),
         (["hi", "--device", "cuda:99"], ["cuda:99"]),
         (["hi", "--dtype", "float8"], ["float8", "bfloat16"]),
+        (["hi", "--quantize", "int3"], ["int3", "int8, int4, int4-128"]),
+        (["hi", "--quantize", "int8", "--exact"], ["exact", "quantize"]),
         (["hi", "--threads", "0"], ["--threads"]),
         (["hi", "--threads", "100000"], ["--threads", "1024"]),
         (["hi", "--threads", "9" * 30], ["--threads"]),

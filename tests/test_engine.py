@@ -1,10 +1,13 @@
 """The token loop on real tiny checkpoints, scripted ones where the sequence must be known."""
 
 import json
+from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 from builders import save_scripted, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qwen_scratch
 from qwen_scratch import InputError, KVCache, SamplingParams, engine, load_model
@@ -113,7 +116,7 @@ def test_options_that_ids_cannot_take(tiny):
 
 
 def test_the_head_sees_one_position(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     shapes = []
     model.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     ids = [i * 7 % 320 for i in range(200)]
@@ -160,7 +163,7 @@ def test_each_request_starts_afresh(tiny):
 
 
 def test_a_warm_cache_is_continued_not_repeated(tiny):
-    model = load_model(tiny, device="cpu")
+    model = load_model(tiny, device="cpu", exact=True)
     fresh = qwen_scratch.complete(model, None, IDS, GREEDY).token_ids
     cache = KVCache(model.config, 1, 40)
     with torch.inference_mode():
@@ -200,6 +203,67 @@ def test_timings_add_up(tiny, monkeypatch):
     assert (result.ttft_s, result.request.decode_s, result.decode_tokens_per_s) == (1, 3, 1.0)
     one = qwen_scratch.complete(model, None, IDS, SamplingParams(temperature=0, max_new_tokens=1))
     assert one.decode_tokens_per_s is None
+
+
+def test_one_copy_from_the_device_per_token(tiny, monkeypatch):
+    """On a GPU each is a wait. Seen here as reads of floating tensors, and as operations that must know a value or a count."""
+    reads: list[str] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            waits = func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+            if waits and (args[0].is_floating_point() or args[0].numel() > 1):  # not the lengths, which stay on the CPU
+                reads.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def tolist(tensor, plain=torch.Tensor.tolist):
+        reads.extend(["tolist"] * tensor.is_floating_point())
+        return plain(tensor)
+
+    model = load_model(tiny, device="cpu", exact=True)
+    for params in (GREEDY, SamplingParams(temperature=0, repetition_penalty=1.2, presence_penalty=0.5)):
+        running = qwen_scratch.stream(model, None, IDS, replace(params, max_new_tokens=8, ignore_eos=True))
+        next(running)
+        with monkeypatch.context() as patch, Spy():
+            patch.setattr(torch.Tensor, "tolist", tolist)
+            for _ in range(3):
+                reads.clear()
+                next(running)
+                assert reads == ["tolist"]
+
+
+def test_long_prompts_are_read_in_chunks(family, tmp_path, monkeypatch, capsys):
+    """The quick path reads some tokens at a time, ragged rows too; the result is the same, and a bar tells how far it is."""
+    long = torch.randint(0, 150, (1300,), generator=torch.Generator().manual_seed(0)).tolist()
+    folder = save_tiny(tmp_path / "m", family, max_position_embeddings=2000)
+    fast, exact = (load_model(folder, device="cpu", exact=exact) for exact in (False, True))
+    sizes = []
+    forward = engine.forward
+
+    def spy(model, rows, cache):
+        sizes.append([len(row) for row in rows])
+        return forward(model, rows, cache)
+
+    monkeypatch.setattr(engine, "forward", spy)
+    params = replace(GREEDY, max_new_tokens=3, ignore_eos=True)
+    expected = [qwen_scratch.complete(exact, None, ids, params).token_ids for ids in (long, long[:1025], long[:1024])]
+    assert [size for size in sizes if size != [1]] == [[1300], [1025], [1024]]
+    sizes.clear()
+    ours = [qwen_scratch.complete(fast, None, ids, params).token_ids for ids in (long, long[:1025], long[:1024])]
+    assert [size for size in sizes if size != [1]] == [[512], [512], [276], [512], [512], [512], [512]]
+    assert sizes.count([1]) == 7  # the last of 1025, and two new tokens each
+    assert ours == expected
+    sizes.clear()
+    together = qwen_scratch.complete_batch(fast, None, [long, long[:600]], params)
+    assert sizes[:2] == [[512, 512], [788, 88]]
+    assert together[0].token_ids == expected[0]
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr("tqdm.std.time", count(0, 1.5).__next__)  # each look at the clock, one and a half seconds later
+    running = qwen_scratch.stream(fast, None, long, params)
+    running.progress = True
+    next(running)
+    assert "reading the prompt" in capsys.readouterr().err
 
 
 def test_first_token_top_is_the_plain_distribution(tiny):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from builders import save_tiny
 
 import qwen_scratch
 from qwen_scratch import KVCache, SamplingParams, load_model
+from qwen_scratch.captured import CapturedQwen
+from qwen_scratch.sampling import Sampler
 
 pytestmark = pytest.mark.gpu
 IDS = torch.tensor([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64]])
@@ -53,6 +56,43 @@ def test_sampling_on_the_device_repeats_with_its_seed(tiny):
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=7, max_new_tokens=20)
     a, b = (qwen_scratch.complete(model, None, IDS[0].tolist(), params) for _ in range(2))
     assert a.token_ids == b.token_ids
+
+
+def test_no_hidden_waits(tiny):
+    """One token, chosen in every way, and the step itself: nothing makes the CPU wait but the one copy of the result."""
+    model = load_model(tiny, device="cuda")
+    cache = KVCache(model.config, 1, 40, device="cuda", dtype=model.dtype)
+    logits = model(IDS.cuda(), cache=cache, last_only=True)
+    model(IDS[:, :1].cuda(), cache=cache)  # captures
+    step = IDS[:, 1:2].cuda()
+    for options in (
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 0, "top_p": 0.9, "min_p": 0.01},
+    ):
+        sampler = Sampler(SamplingParams(**options, repetition_penalty=1.1, presence_penalty=0.1, seed=1))
+        sampler.begin([1, 2], model.config.vocab_size, model.device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampler.pick(logits[0, 0])
+            model(step, cache=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_captured_step_gives_the_exact_paths_ids(tiny):
+    """Past the border of a size, with ragged rows too."""
+    params = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
+    prompts = [IDS[0].tolist(), IDS[0, :4].tolist()]
+    exact, captured = (load_model(tiny, device="cuda", dtype="float32", exact=exact) for exact in (True, False))
+    assert isinstance(captured, CapturedQwen)
+    assert not isinstance(exact, CapturedQwen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no falling back
+        ours = qwen_scratch.complete_batch(captured, None, prompts, params)
+    for result, expected in zip(ours, qwen_scratch.complete_batch(exact, None, prompts, params), strict=True):
+        assert result.token_ids == expected.token_ids
 
 
 MEASURE = """
