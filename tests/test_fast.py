@@ -170,7 +170,7 @@ def test_peak_memory_is_once_the_weights(tmp_path_factory, dtype, quantize, laye
     out = subprocess.run(command, check=True, capture_output=True, text=True)
     peak, weights = map(int, out.stdout.split())
     print(f"{dtype}, {quantize}: {weights / 2**20:.0f} MiB as held, peak {peak / 2**20:.0f} MiB")
-    assert peak < 1.3 * weights + 50 * 2**20  # and what the libraries set up for themselves
+    assert peak < 1.2 * weights + 100 * 2**20  # what the libraries set up for themselves does not grow with the weights
     shutil.rmtree(folder)
 
 
