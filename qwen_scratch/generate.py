@@ -15,21 +15,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 answered, 1 the run failed, 2 wrong input or options, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="a user turn where the checkpoint has a chat template; - reads stdin",
-    )
-    parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
-    parser.add_argument("--messages", metavar="FILE.json", help="a whole conversation: a list of {role, content}")
-    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument(
-        "--truncate",
-        action="store_true",
-        help="cut the beginning of a prompt that does not fit, instead of refusing it",
-    )
-    parser.add_argument("--tools", metavar="FILE.json", help="functions the model may call, handed to the template")
+    cli.add_prompt_options(parser)
     cli.add_template_options(parser)
     cli.add_model_options(parser)
     cli.add_sampling_options(parser)

@@ -82,7 +82,11 @@ class Tokenizer:
 
     def label(self, token_id: int) -> str:
         """What to call a token when people look at it alone: its text, or its name where it is special."""
-        return self.decode([token_id]) or self._tokenizer.id_to_token(token_id) or ""
+        return self.decode([token_id]) or self.piece(token_id)
+
+    def piece(self, token_id: int) -> str:
+        """A token as it is written in tokenizer.json, where each byte has a printable character of its own; "" where none is."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def token_id(self, piece: str) -> int | None:
         """The id of a whole token as it is written in tokenizer.json, None where there is none."""

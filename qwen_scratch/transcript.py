@@ -1,0 +1,153 @@
+"""A walk (walk.py) as text for a terminal, stage by stage, each with a sentence on what it shows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from qwen_scratch.anatomy import readable
+
+MANY = 40  # tokens; of more, the middle is left out
+
+
+def transcript(walk: dict[str, Any]) -> str:
+    stages = [prompt, embedding, layers, one_layer, logits, decode, sampling, checks]
+    names = [
+        "The prompt becomes tokens",
+        "Each token becomes a vector",
+        "The layers add to it",
+        f"Inside layer {walk['one_layer']['layer']}",
+        "The last position becomes a prediction",
+        "Tokens are made one by one, and the cache grows",
+        "Choosing a token",
+        "Does it hold?",
+    ]
+    lines: list[str] = []
+    for number, (name, stage, place) in enumerate(zip(names, stages, walk["where"].values(), strict=True), 1):
+        lines += [f"{number}. {name}   [{place}]", *(f"   {line}" for line in stage(walk)), ""]
+    return "\n".join(lines).rstrip()
+
+
+def numbers(values: list[float]) -> str:
+    return "[" + " ".join(f"{value:8.4f}" for value in values) + " ...]"
+
+
+def shape(sizes: list[Any]) -> str:
+    return "[" + ", ".join(map(str, sizes)) + "]"
+
+
+def prompt(walk: dict[str, Any]) -> Iterator[str]:
+    text, tokens = walk["prompt"]["text"], walk["prompt"]["tokens"]
+    if text is not None:
+        yield "What the model reads, after the chat template:"
+        yield from (f"  | {line}" for line in text.splitlines())
+    yield f"{len(tokens)} tokens. A stored piece writes every byte as one printable character (Ġ is a space, Ċ a line break),"
+    yield "so a letter of two bytes looks garbled there; a token may even be part of a character."
+    yield f"{'position':>8} {'id':>8}  {'piece':24} text"
+    for token in shortened(tokens):
+        if token is None:
+            yield f"{'...':>8}"
+        else:
+            special = "" if token["bytes"] else "   (a control token: no text)"
+            yield f"{token['position']:8} {token['id']:8}  {token['piece']:24} {token['text']!r}{special}"
+
+
+def shortened(tokens: list[Any]) -> list[Any]:
+    return tokens if len(tokens) <= MANY else [*tokens[: MANY // 2], None, *tokens[-MANY // 2 :]]
+
+
+def embedding(walk: dict[str, Any]) -> Iterator[str]:
+    data = walk["embedding"]
+    yield f"Each id picks its row of a matrix {shape(data['matrix'])}: {shape(data['shape'])} = [batch, tokens, hidden size]."
+    for row in data["positions"]:
+        yield f"position {row['position']:5}: {numbers(row['first'])}  L2 norm {row['norm']:.4f}"
+
+
+def layers(walk: dict[str, Any]) -> Iterator[str]:
+    data = walk["layers"]
+    yield f"The stream {shape(data[0]['shape'])} at the last position. In each layer attention and MLP each add to it."
+    yield f"{'layer':>6} {'RMS':>10}   first values{'':28} attention added   MLP added"
+    for row in data:
+        added = f"{row['attention_added']:15.4f} {row['mlp_added']:11.4f}"
+        yield f"{row['layer']:6} {row['rms']:10.4f}   {numbers(row['first'][:3]):40} {added}"
+    norm = walk["logits"]["final_norm"]
+    yield f"{'norm':>6} {norm['rms']:10.4f}   {numbers(norm['first'][:3])}"
+
+
+def one_layer(walk: dict[str, Any]) -> Iterator[str]:
+    data = walk["one_layer"]
+    for row in data["projections"]:
+        bias = " and a bias" if row["bias"] else ""
+        yield f"{row['name']:18} weight {shape(row['weight']):16}{bias:11}: {shape(row['in'])} → {shape(row['out'])}"
+    H, K = data["query_heads"], data["kv_heads"]
+    group = data["queries_per_kv_head"]
+    yield f"{H} query heads of {data['head_dim']} numbers, in groups of {group}: a group shares one of {K} key/value heads,"
+    yield f"so the cache holds {K} heads instead of {H}."
+    names = {"projected": "as projected", "normed": "after its norm", "turned": "after RoPE"}
+    for row in data["first_head"]:
+        for stage in [stage for stage in names if stage in row]:
+            values = f"{numbers(row[stage]['first'])}  L2 norm {row[stage]['norm']:.4f}"
+            yield f"{row['kind']} head 0, last position, {names[stage]:15}: {values}"
+    yield "(RoPE turns pairs of numbers by the position's angle, so the norm stays.)"
+    yield f"Scores q·kᵀ/√{data['head_dim']}: {shape(data['scores'])} = [batch, query heads, from, to]. What lies later is masked:"
+    yield "a position looks at itself and at what came before. Softmax makes weights of the scores; where the last position's"
+    yield "heads look most:"
+    for row in data["looks"]:
+        at = ", ".join(f"{look['weight']:6.1%} {look['token']!r} at {look['position']}" for look in row["at"])
+        yield f"  head {row['head']:3} (keys and values {row['kv_head']}): {at}"
+    for name, text in (("gate", "gate projection"), ("gate_up", "SiLU(gate) · up"), ("down", "down projection")):
+        yield f"{text:16}: {numbers(data[name]['first'])}  RMS {data[name]['rms']:.4f}"
+
+
+def logits(walk: dict[str, Any]) -> Iterator[str]:
+    data = walk["logits"]
+    T, V = data["shape"]
+    yield f"Norm and head: [1, {T}, {V}], a number for every token of the vocabulary at every position. Position {T - 1}, the"
+    yield f"last one, predicts the next token: logits from {data['smallest']:.3f} to {data['largest']:.3f}, and by softmax:"
+    yield from candidates(data["top"])
+
+
+def candidates(top: list[dict[str, Any]]) -> Iterator[str]:
+    for row in top:
+        yield f"  {row['prob']:8.3%}  logit {row['logit']:9.4f}  id {row['token_id']:6}  {row['token']!r}"
+
+
+def decode(walk: dict[str, Any]) -> Iterator[str]:
+    data = walk["decode"]
+    yield "The first token comes out of the prompt's own forward; after it each forward takes one token. Its keys and values are"
+    yield "appended to the cache, and nothing that is there is computed again."
+    yield f"{'input':>12} {'cache':>14}   {'keys, values per layer':24} {'time':>9}   likeliest next token"
+    for row in data["steps"]:
+        grown = f"{row['before']} → {row['after']}"
+        yield (
+            f"{shape(row['input']):>12} {grown:>14}   {shape(row['cache']):24} {row['seconds'] * 1000:7.1f} ms   "
+            f"{row['token']!r} ({row['prob']:.1%})"
+        )
+    if data["ended"]:
+        yield "That is a stop id: the answer ends here."
+    yield f"Cache per token: {data['formula']} = {readable(data['bytes_per_token'])};"
+    full, alone = data["bytes_at_full_context"], data["bytes_per_token_if_every_head_had_its_own"]
+    yield f"at the full context of {data['context_length']:,} tokens {readable(full)}. With keys and values for every query head"
+    yield f"it would be {readable(alone)} per token."
+
+
+def sampling(walk: dict[str, Any]) -> Iterator[str]:
+    yield "What each way would leave of the prediction after the prompt. Temperature moves probability between tokens and"
+    yield "removes none; filters remove tokens, and what stays is scaled up to 100 %."
+    yield f"{'':16} {'candidates':>10} {'kept':>9}   then likeliest"
+    for row in walk["sampling"]:
+        first = ", ".join(f"{token['prob']:.1%} {token['token']!r}" for token in row["top"][:3] if token["prob"] > 0)
+        yield f"{row['way']:16} {row['candidates']:10,} {row['probability_kept']:9.2%}   {first}"
+
+
+def checks(walk: dict[str, Any]) -> Iterator[str]:
+    data = walk["checks"]
+    made = len(walk["decode"]["steps"])
+    equal = {True: "equal", False: "NOT equal"}
+    times = f"{data['without_cache_s']:.2f} s instead of {data['with_cache_s']:.2f} s"
+    yield f"The same {made} tokens without a cache, all positions anew for each: {equal[data['equal_without_cache']]}, {times}."
+    if not data["equal_without_cache"]:
+        yield "(Other shapes sum in another order, so in half precision two tokens that are nearly as likely can change places.)"
+    yield f"The package's own loop, qwen_scratch.complete: {equal[data['equal_to_complete']]}."
+    if "equal_to_reference" in data:
+        yield f"transformers' generate: {equal[data['equal_to_reference']]}."
+    else:
+        yield "transformers is not installed, so it was not asked."
