@@ -161,16 +161,14 @@ class FastQwen(Qwen):
     def one_token(self, token_id: Tensor, cache: KVCache) -> Tensor:
         """One token of one row: [1] → logits [1, 1, V]."""
         n = int(cache.lengths)
-        cos, sin = self.rope(cache.lengths[None], self.dtype)  # [1, 1, 1, hd]
-        sin = torch.cat((-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]), dim=-1)
+        cos, sin = (turn.view(-1) for turn in self.rope(cache.lengths[None], self.dtype))  # [hd]
+        sin = torch.cat((-sin[: len(sin) // 2], sin[len(sin) // 2 :]))
         new = [whole[:, 0, :, n].unbind() for whole in (cache.k, cache.v)]
         seen = [whole[:, :, :, : n + 1].unbind() for whole in (cache.k, cache.v)]
         backbone: Any = self.model  # its layers are of the classes above
         x = backbone.embed_tokens(token_id.expand(2))  # [2, D]: two equal rows from here on
         for block, *places in zip(backbone.layers, *new, *seen, strict=True):
-            x = x + block.self_attn.one_token(
-                block.input_layernorm.equal_rows(x), OneStep(cos[0, 0, 0], sin[0, 0, 0], *places)
-            )
+            x = x + block.self_attn.one_token(block.input_layernorm.equal_rows(x), OneStep(cos, sin, *places))
             x = x + block.mlp.equal_rows(block.post_attention_layernorm.equal_rows(x))
         logits = self.lm_head.equal_rows(backbone.norm.equal_rows(x))  # [2, V]
         cache.lengths = cache.lengths + 1

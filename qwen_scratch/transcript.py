@@ -37,17 +37,18 @@ def shape(sizes: list[Any]) -> str:
 def prompt(walk: dict[str, Any]) -> Iterator[str]:
     text, tokens = walk["prompt"]["text"], walk["prompt"]["tokens"]
     if text is not None:
-        yield "What the model reads, after the chat template:"
+        yield "What the model reads:"
         yield from (f"  | {line}" for line in text.splitlines())
-    yield f"{len(tokens)} tokens. A stored piece writes every byte as one printable character (Ġ is a space, Ċ a line break),"
-    yield "so a letter of two bytes looks garbled there; a token may even be part of a character."
+    yield f"{len(tokens)} tokens. A token is a run of UTF-8 bytes. Its stored piece shows each byte as one printable character"
+    yield "(Ġ is a space, Ċ a line break), so whatever takes two to four bytes looks garbled there; and where a token is only"
+    yield "a part of a character, its text is \ufffd. Control tokens are no text; a chat template writes them."
     yield f"{'position':>8} {'id':>8}  {'piece':24} text"
     for token in shortened(tokens):
         if token is None:
             yield f"{'...':>8}"
         else:
-            special = "" if token["bytes"] else "   (a control token: no text)"
-            yield f"{token['position']:8} {token['id']:8}  {token['piece']:24} {token['text']!r}{special}"
+            text = repr(token["text"]) if token["bytes"] else "(control token)"
+            yield f"{token['position']:8} {token['id']:8}  {token['piece']:24} {text}"
 
 
 def shortened(tokens: list[Any]) -> list[Any]:
@@ -63,38 +64,47 @@ def embedding(walk: dict[str, Any]) -> Iterator[str]:
 
 def layers(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["layers"]
-    yield f"The stream {shape(data[0]['shape'])} at the last position. In each layer attention and MLP each add to it."
-    yield f"{'layer':>6} {'RMS':>10}   first values{'':28} attention added   MLP added"
+    yield f"The stream {shape(data[0]['shape'])} at the last position. In each layer attention and MLP each add a vector to it."
+    yield "All sizes are root mean squares (RMS)."
+    yield f"{'':10} {'stream':>10}   first values{'':26} attention added   MLP added"
+    start = walk["embedding"]["positions"][-1]
+    yield f"{'embedding':>10} {start['rms']:10.4f}   {numbers(start['first'][:3])}"
     for row in data:
         added = f"{row['attention_added']:15.4f} {row['mlp_added']:11.4f}"
-        yield f"{row['layer']:6} {row['rms']:10.4f}   {numbers(row['first'][:3]):40} {added}"
+        yield f"{row['layer']:10} {row['rms']:10.4f}   {numbers(row['first'][:3]):38} {added}"
     norm = walk["logits"]["final_norm"]
-    yield f"{'norm':>6} {norm['rms']:10.4f}   {numbers(norm['first'][:3])}"
+    yield f"{'final norm':>10} {norm['rms']:10.4f}   {numbers(norm['first'][:3])}   this is what the head reads"
 
 
 def one_layer(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["one_layer"]
+    H, K, hd = data["query_heads"], data["kv_heads"], data["head_dim"]
     for row in data["projections"]:
         bias = " and a bias" if row["bias"] else ""
         yield f"{row['name']:18} weight {shape(row['weight']):16}{bias:11}: {shape(row['in'])} → {shape(row['out'])}"
-    H, K = data["query_heads"], data["kv_heads"]
+    yield f"q is {H * hd} = {H} query heads x {hd} numbers; k and v are {K * hd} = {K} key/value heads x {hd}."
     group = data["queries_per_kv_head"]
-    yield f"{H} query heads of {data['head_dim']} numbers, in groups of {group}: a group shares one of {K} key/value heads,"
-    yield f"so the cache holds {K} heads instead of {H}."
+    yield f"Grouped-query attention: each key/value head serves a group of {group} query heads. Only those {K} are cached, not {H}."
     names = {"projected": "as projected", "normed": "after its norm", "turned": "after RoPE"}
     for row in data["first_head"]:
         for stage in [stage for stage in names if stage in row]:
             values = f"{numbers(row[stage]['first'])}  L2 norm {row[stage]['norm']:.4f}"
             yield f"{row['kind']} head 0, last position, {names[stage]:15}: {values}"
-    yield "(RoPE turns pairs of numbers by the position's angle, so the norm stays.)"
-    yield f"Scores q·kᵀ/√{data['head_dim']}: {shape(data['scores'])} = [batch, query heads, from, to]. What lies later is masked:"
-    yield "a position looks at itself and at what came before. Softmax makes weights of the scores; where the last position's"
-    yield "heads look most:"
+    pair = data["first_head"][0]["pair"]
+    (i, j), (a, b), (c, d) = pair["of"], pair["before"], pair["after"]
+    yield f"RoPE turns number i together with number i + {j}, by an angle that grows with the position: numbers {i} and {j} of q"
+    yield f"go from ({a:.4f}, {b:.4f}) to ({c:.4f}, {d:.4f}). Up to rounding, lengths stay."
+    yield f"Scores q·kᵀ/√{hd}: {shape(data['scores'])} = [batch, query heads, from, to]. What lies later is masked: a position"
+    yield "looks at itself and at what came before. Softmax makes weights of the scores. Where the last one's heads look most:"
     for row in data["looks"]:
         at = ", ".join(f"{look['weight']:6.1%} {look['token']!r} at {look['position']}" for look in row["at"])
         yield f"  head {row['head']:3} (keys and values {row['kv_head']}): {at}"
+    yield f"Each head sums the values by its weights; all heads side by side are {shape(data['mix_shape'])}, what o_proj reads."
+    yield f"v head 0, last position : {numbers(data['value']['first'])}"
+    yield f"its mix, query head 0   : {numbers(data['mix']['first'])}"
+    yield "The MLP, last position:"
     for name, text in (("gate", "gate projection"), ("gate_up", "SiLU(gate) · up"), ("down", "down projection")):
-        yield f"{text:16}: {numbers(data[name]['first'])}  RMS {data[name]['rms']:.4f}"
+        yield f"  {text:16}: {numbers(data[name]['first'])}  RMS {data[name]['rms']:.4f}"
 
 
 def logits(walk: dict[str, Any]) -> Iterator[str]:
@@ -112,17 +122,19 @@ def candidates(top: list[dict[str, Any]]) -> Iterator[str]:
 
 def decode(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["decode"]
-    yield "The first token comes out of the prompt's own forward; after it each forward takes one token. Its keys and values are"
-    yield "appended to the cache, and nothing that is there is computed again."
-    yield f"{'input':>12} {'cache':>14}   {'keys, values per layer':24} {'time':>9}   likeliest next token"
+    yield "The prompt's own forward fills the cache and gives the first token. From then on each forward takes the token that"
+    yield "was made last (here always the likeliest), appends its key and value in every layer, and computes nothing else anew."
+    yield f"{'goes in':>16} {'input':>9} {'positions cached':>17}   {'K and V each, per layer':24} {'time':>9}   likeliest next"
     for row in data["steps"]:
         grown = f"{row['before']} → {row['after']}"
         yield (
-            f"{shape(row['input']):>12} {grown:>14}   {shape(row['cache']):24} {row['seconds'] * 1000:7.1f} ms   "
+            f"{row['fed']:>16} {shape(row['input']):>9} {grown:>17}   {shape(row['cache']):24} {row['seconds'] * 1000:6.1f} ms   "
             f"{row['token']!r} ({row['prob']:.1%})"
         )
+    yield "(K and V: [batch, key/value heads, positions, head size]. The last token made is not in the cache yet. A first"
+    yield "call of its shape takes longer, because the libraries set themselves up.)"
     if data["ended"]:
-        yield "That is a stop id: the answer ends here."
+        yield "The last one is a stop id: the answer ends here."
     yield f"Cache per token: {data['formula']} = {readable(data['bytes_per_token'])};"
     full, alone = data["bytes_at_full_context"], data["bytes_per_token_if_every_head_had_its_own"]
     yield f"at the full context of {data['context_length']:,} tokens {readable(full)}. With keys and values for every query head"
@@ -130,20 +142,22 @@ def decode(walk: dict[str, Any]) -> Iterator[str]:
 
 
 def sampling(walk: dict[str, Any]) -> Iterator[str]:
-    yield "What each way would leave of the prediction after the prompt. Temperature moves probability between tokens and"
-    yield "removes none; filters remove tokens, and what stays is scaled up to 100 %."
-    yield f"{'':16} {'candidates':>10} {'kept':>9}   then likeliest"
+    yield "What each way would leave of the prediction after the prompt. Temperature 1 is the prediction itself; below 1 the"
+    yield "likely get likelier, above 1 less so, and none goes. Filters (here at temperature 1) remove tokens, and what stays is"
+    yield "scaled up to 100 %: top-k keeps the k likeliest (and ties with the last of them), top-p the fewest likeliest that"
+    yield "reach p together, so mostly more than p, min-p those at least that share as likely as the likeliest. Greedy keeps one."
+    yield f"{'':16} {'candidates':>10} {'their share':>12}   and then"
     for row in walk["sampling"]:
-        first = ", ".join(f"{token['prob']:.1%} {token['token']!r}" for token in row["top"][:3] if token["prob"] > 0)
-        yield f"{row['way']:16} {row['candidates']:10,} {row['probability_kept']:9.2%}   {first}"
+        first = ", ".join(f"{token['prob']:.1%} {token['token']!r}" for token in row["top"] if token["prob"] > 0)
+        yield f"{row['way']:16} {row['candidates']:10,} {row['probability_kept']:12.2%}   {first}"
 
 
 def checks(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["checks"]
     made = len(walk["decode"]["steps"])
     equal = {True: "equal", False: "NOT equal"}
-    times = f"{data['without_cache_s']:.2f} s instead of {data['with_cache_s']:.2f} s"
-    yield f"The same {made} tokens without a cache, all positions anew for each: {equal[data['equal_without_cache']]}, {times}."
+    times = f"{data['without_cache_s']:.2f} s instead of {data['with_cache_s']:.2f} s (both warm)"
+    yield f"The {made} token ids, made without a cache, all positions anew for each: {equal[data['equal_without_cache']]}, {times}."
     if not data["equal_without_cache"]:
         yield "(Other shapes sum in another order, so in half precision two tokens that are nearly as likely can change places.)"
     yield f"The package's own loop, qwen_scratch.complete: {equal[data['equal_to_complete']]}."

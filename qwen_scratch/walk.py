@@ -106,8 +106,8 @@ def layers(seen: dict[tuple[str, int | None], Tensor], model: Qwen) -> list[dict
             "layer": n,
             "shape": list(seen["residual_2", n].shape),
             **vector(seen["residual_2", n][0, -1]),
-            "attention_added": float(seen["o", n][0, -1].float().norm()),
-            "mlp_added": float(seen["down", n][0, -1].float().norm()),
+            "attention_added": vector(seen["o", n][0, -1])["rms"],
+            "mlp_added": vector(seen["down", n][0, -1])["rms"],
         }
         for n in range(model.config.num_hidden_layers)
     ]
@@ -146,7 +146,15 @@ def one_layer(
         if config.qk_norm:
             stages["normed"] = seen[f"{kind}_norm", n][0, -1, 0]
         stages["turned"] = seen[f"{kind}_rope", n][0, 0, -1]
-        heads.append({"kind": kind, **{stage: vector(x) for stage, x in stages.items()}})
+        before = stages.get("normed", stages["projected"])
+        pair = [0, config.head_dim // 2]  # what RoPE turns together
+        heads.append(
+            {
+                "kind": kind,
+                **{stage: vector(x) for stage, x in stages.items()},
+                "pair": {"of": pair, "before": before[pair].tolist(), "after": stages["turned"][pair].tolist()},
+            }
+        )
     weights = attention_weights(seen["q_rope", n][0], seen["k_rope", n][0])[:, -1]  # [H, T]
     looks = []
     for head, row in enumerate(weights):
@@ -171,6 +179,9 @@ def one_layer(
         "first_head": heads,
         "scores": [1, config.num_attention_heads, T, T],
         "looks": looks,
+        "value": vector(seen["v", n][0, -1][: config.head_dim]),
+        "mix": vector(seen["attention", n][0, -1][: config.head_dim]),
+        "mix_shape": list(seen["attention", n].shape),
         "gate": vector(seen["gate", n][0, -1]),
         "gate_up": vector(seen["gate_up", n][0, -1]),
         "down": vector(seen["down", n][0, -1]),
@@ -190,7 +201,7 @@ def decode(
     config = model.config
     per_token = config.kv_bytes_per_token(model.dtype)
     made: list[dict[str, Any]] = []
-    shapes = {"input": [1, int(cache.lengths[0])], "seconds": prefill_s, "before": 0}
+    shapes = {"input": [1, int(cache.lengths[0])], "fed": "the prompt", "seconds": prefill_s, "before": 0}
     while True:
         token_id = int(logits.argmax())
         length = int(cache.lengths[0])
@@ -209,13 +220,14 @@ def decode(
             break
         start = perf_counter()
         logits = model(torch.tensor([[token_id]], device=model.device), cache=cache)[0, -1]
-        shapes = {"input": [1, 1], "seconds": perf_counter() - start, "before": length}
+        fed = repr(tokenizer.label(token_id))
+        shapes = {"input": [1, 1], "fed": fed, "seconds": perf_counter() - start, "before": length}
     return {
         "steps": made,
         "ended": made[-1]["token_id"] in eos,
         "bytes_per_token": per_token,
-        "formula": f"2 (keys, values) x {config.num_hidden_layers} layers x {config.num_key_value_heads} heads x "
-        f"{config.head_dim} x {model.dtype.itemsize} bytes",
+        "formula": f"2 (keys, values) x {config.num_hidden_layers} layers x {config.num_key_value_heads} key/value heads x "
+        f"{config.head_dim} numbers x {model.dtype.itemsize} bytes",
         "context_length": config.context_length,
         "bytes_at_full_context": per_token * config.context_length,
         "bytes_per_token_if_every_head_had_its_own": per_token
@@ -230,12 +242,12 @@ def sampling(logits: Tensor, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     plain = scores.softmax(-1)
     ways: dict[str, Tensor] = {
         "temperature 1": scores,
-        "greedy": keep_top_k(scores, 1),
         **{f"temperature {t}": scores / t for t in (0.5, 0.7, 1.5)},
         "top-k 5": keep_top_k(scores, 5),
         "top-k 50": keep_top_k(scores, 50),
         "top-p 0.9": keep_top_p(scores, 0.9),
         "min-p 0.05": keep_min_p(scores, 0.05),
+        "greedy": keep_top_k(scores, 1),
     }
     report = []
     for name, kept in ways.items():

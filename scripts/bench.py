@@ -2,12 +2,13 @@
 """How near decoding comes to the speed of the memory, and how that compares with transformers in the same call.
 
     python scripts/bench.py --model REF [--against transformers] [--prompt-tokens 32,512] [--new-tokens 64]
-        [--exact] [--quantize int8,int4] [--batch 1] [--runs 3] [--json] [--plot FILE.png]
+        [--exact] [--quantize int8,int4] [--batch 1] [--device cpu] [--runs 3] [--json] [--plot FILE.png]
 
 One new token reads every weight once, so weight bytes / read bandwidth is the least time that a step can take. The bandwidth is
 that of the quickest of several ways to read eight times what the caches hold, and it is measured in every round, before the
 sides take their turns, because machines drift. Every run is a process of its own; medians over the rounds are printed. Peak
-memory is resident memory, file-backed pages included, above what the process held once everything was imported.
+memory is resident memory, file-backed pages included, above what the process held once everything was imported; on a GPU, what
+its allocator held.
 `process_to_first_token_s` is what somebody waits who starts the program. Linux only (it reads /proc).
 """
 
@@ -16,11 +17,17 @@ import json
 import statistics
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
 REFERENCE = "transformers"
+# What the sides would import on the way, so that it counts neither as loading nor as memory.
+MODULES = {
+    True: ["transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"],
+    False: ["qwen_scratch.completion", "qwen_scratch.fast", "qwen_scratch.loading"],
+}
 
 
 def status(key: str, file: str = "/proc/self/status") -> int:
@@ -36,14 +43,14 @@ def cache_bytes() -> int:
     return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=2**25)
 
 
-def bandwidth(passes: int = 5) -> float:
+def bandwidth(device: str, passes: int = 5) -> float:
     """How fast this process reads memory, in GB/s: the quickest of sums, maxima, dot products and one-row products."""
     import torch
 
     size = min(max(8 * cache_bytes(), 2**30), status("MemAvailable", "/proc/meminfo") // 3)
-    numbers = torch.ones(size // 2**14 * 2**12)
+    numbers = torch.ones(size // 2**14 * 2**12, device=device)
     matrix = numbers.view(torch.bfloat16).view(-1, 4096)  # the same bytes
-    row = torch.ones(1, 4096, dtype=torch.bfloat16)
+    row = torch.ones(1, 4096, dtype=torch.bfloat16, device=device)
     ways = [
         numbers.sum,
         numbers.max,
@@ -54,31 +61,43 @@ def bandwidth(passes: int = 5) -> float:
     for way in ways:
         times = []
         for _ in range(passes):
+            wait(device)
             start = perf_counter()
             way()
+            wait(device)
             times.append(perf_counter() - start)
         speeds.append(numbers.nbytes / statistics.median(times))
     return max(speeds) / 1e9
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was told; a CPU always has."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: str, baseline: int) -> int:
+    import torch
+
+    return status("VmHWM") - baseline if device == "cpu" else torch.cuda.max_memory_allocated(device)
 
 
 def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run in this process: `side` is transformers, exact, fast, int8, int4 or int4-128."""
     import torch
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    quantize = side if side.startswith("int") else None
     if side == REFERENCE:
         import transformers
-        import transformers.models.qwen2.modeling_qwen2
-        import transformers.models.qwen3.modeling_qwen3
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
     else:
-        import qwen_scratch.completion
-        import qwen_scratch.fast
-        import qwen_scratch.loading
+        import qwen_scratch
+    for module in MODULES[side == REFERENCE]:
+        import_module(module)
+    quantize = side if side.startswith("int") else None
     torch.nn.functional.linear(torch.ones(1, 64), torch.ones(64, 64))  # start the thread pool
     baseline = status("VmRSS")
 
@@ -86,8 +105,10 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
     model: Any
     if side == REFERENCE:
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        model = model.to(args.device)
     else:
-        model = qwen_scratch.load_model(args.model, "cpu", args.dtype, exact=side == "exact", quantize=quantize)
+        model = qwen_scratch.load_model(args.model, args.device, args.dtype, exact=side == "exact", quantize=quantize)
+    wait(args.device)
     load_s = perf_counter() - start
 
     def generate(prompt: int, new: int) -> float:
@@ -97,11 +118,13 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
         start = perf_counter()
         if side == REFERENCE:
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+            ids = ids.to(args.device)
             made = model.generate(ids, attention_mask=torch.ones_like(ids), **options).shape[1] - prompt
         else:
             params = qwen_scratch.SamplingParams(max_new_tokens=new, temperature=0, ignore_eos=True)
             results = qwen_scratch.complete_batch(model, None, ids.tolist(), params)
             made = len(results[-1].token_ids)
+        wait(args.device)
         assert made == new
         return perf_counter() - start
 
@@ -113,14 +136,14 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
         "cases": {},
     }
     generate(args.prompt_tokens[0], args.new_tokens)
-    result["peak_mib"] = (status("VmHWM") - baseline) / 2**20
+    result["peak_mib"] = peak_bytes(args.device, baseline) / 2**20
     for prompt in args.prompt_tokens:
         generate(prompt, 2)
         prefill_s = min(generate(prompt, 1) for _ in range(2))
         decode_s = generate(prompt, args.new_tokens) - prefill_s  # what more tokens take longer is decoding
         speed = args.batch * (args.new_tokens - 1) / decode_s
         result["cases"][prompt] = {"prefill_s": prefill_s, "decode_tokens_per_s": speed}
-    result["peak_with_longest_prompt_mib"] = (status("VmHWM") - baseline) / 2**20
+    result["peak_with_longest_prompt_mib"] = peak_bytes(args.device, baseline) / 2**20
     if side == REFERENCE:
         weights = sum(parameter.nbytes for parameter in model.parameters())
     else:
@@ -196,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a checkpoint folder")
     parser.add_argument("--against", choices=[REFERENCE])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--exact", action="store_true", help="measure the exact path too")
     parser.add_argument(
@@ -211,8 +235,12 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker and args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
     if args.worker == "bandwidth":
-        print(bandwidth())
+        print(bandwidth(args.device))
         return
     if args.worker:
         print(json.dumps(measure(args.worker, args)))
@@ -231,7 +259,9 @@ def main() -> None:
     gbs = statistics.median(speeds)
     summary = {side: summarize(runs[side], gbs, args.batch) for side in sides}
     threads = args.threads or torch.get_num_threads()
-    title = f"{args.model}, {args.dtype}, batch {args.batch}, {threads} threads, torch {torch.__version__}"
+    title = (
+        f"{args.model}, {args.device}, {args.dtype}, batch {args.batch}, {threads} threads, torch {torch.__version__}"
+    )
     if not args.json:
         print(f"{title}, medians of {args.runs} runs, memory read at {gbs:.1f} GB/s")
         print(table(summary))

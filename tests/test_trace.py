@@ -1,6 +1,7 @@
 """The walk through one inference: its numbers are the model's own, and the anatomy is that of the real shapes."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -111,8 +112,8 @@ def test_the_numbers_are_the_models_own(layer):
     for n, row in enumerate(data["layers"]):
         x = seen["residual_2", n][-1]
         near([row["rms"], *row["first"]], [float(x.pow(2).mean().sqrt()), *x[:4].tolist()])
-        near(row["attention_added"], float(seen["o", n][-1].norm()))
-        near(row["mlp_added"], float(seen["down", n][-1].norm()))
+        for added, op in (("attention_added", "o"), ("mlp_added", "down")):
+            near(row[added], float(seen[op, n][-1].pow(2).mean().sqrt()))
     inside = data["one_layer"]
     n = inside["layer"]
     assert n == layer % L
@@ -126,7 +127,14 @@ def test_the_numbers_are_the_models_own(layer):
     for row in inside["first_head"]:
         near(row["projected"]["first"], seen[row["kind"], n][-1][:4].tolist())
         near(row["normed"]["first"], seen[f"{row['kind']}_norm", n][-1, 0, :4].tolist())
-        near(row["turned"]["first"], seen[f"{row['kind']}_rope", n][0, -1, :4].tolist())
+        turned = seen[f"{row['kind']}_rope", n][0, -1]
+        near(row["turned"]["first"], turned[:4].tolist())
+        assert row["pair"]["of"] == [0, hd // 2]
+        near(row["pair"]["after"], turned[[0, hd // 2]].tolist())
+        angle = len(ids) - 1.0  # number 0 turns by one radian for each token
+        a, b = row["pair"]["before"]
+        cos, sin = math.cos(angle), math.sin(angle)
+        near(row["pair"]["after"], [a * cos - b * sin, b * cos + a * sin])
     weights = attention_weights(seen["q_rope", n], seen["k_rope", n])
     values = seen["v", n].view(len(ids), K, hd).transpose(0, 1).repeat_interleave(H // K, 0)
     mix = (weights @ values).transpose(0, 1).flatten(1)
@@ -137,6 +145,9 @@ def test_the_numbers_are_the_models_own(layer):
         assert [look["position"] for look in row["at"]] == best.indices.tolist()
         near([look["weight"] for look in row["at"]], best.values.tolist())
         assert [look["token"] for look in row["at"]] == [tokenizer.label(ids[p]) for p in best.indices.tolist()]
+    near(inside["mix"]["first"], mix[-1, :4].tolist())
+    near(inside["value"]["first"], seen["v", n][-1, :4].tolist())
+    assert inside["mix_shape"] == [1, len(ids), H * hd]
     near(inside["gate_up"]["first"], seen["gate_up", n][-1, :4].tolist())
     near([data["logits"]["largest"], data["logits"]["smallest"]], [float(logits[-1].max()), float(logits[-1].min())])
     assert data["logits"]["shape"] == list(logits.shape)
@@ -150,6 +161,7 @@ def test_tokens_and_cache_step_by_step():
     made = qwen_scratch.complete(model, tokenizer, QUESTION, SamplingParams(temperature=0, max_new_tokens=7)).token_ids
     assert [step["token_id"] for step in steps] == made
     assert [step["input"] for step in steps] == [[1, T]] + [[1, 1]] * 6
+    assert [step["fed"] for step in steps] == ["the prompt"] + [repr(tokenizer.label(i)) for i in made[:-1]]
     assert [(step["before"], step["after"]) for step in steps] == [(0, T)] + [(T + n, T + n + 1) for n in range(6)]
     K, hd = model.config.num_key_value_heads, model.config.head_dim
     assert [step["cache"] for step in steps] == [[1, K, T + n, hd] for n in range(7)]
