@@ -84,7 +84,7 @@ def one_layer(walk: dict[str, Any]) -> Iterator[str]:
         yield f"{row['name']:18} weight {shape(row['weight']):16}{bias:11}: {shape(row['in'])} → {shape(row['out'])}"
     yield f"q is {H * hd} = {H} query heads x {hd} numbers; k and v are {K * hd} = {K} key/value heads x {hd}."
     group = data["queries_per_kv_head"]
-    yield f"Grouped-query attention: each key/value head serves a group of {group} query heads. Only those {K} are cached, not {H}."
+    yield f"Grouped-query attention: each key/value head serves {group} query heads; only those {K} are cached, not {H}."
     names = {"projected": "as projected", "normed": "after its norm", "turned": "after RoPE"}
     for row in data["first_head"]:
         for stage in [stage for stage in names if stage in row]:
@@ -157,7 +157,7 @@ def checks(walk: dict[str, Any]) -> Iterator[str]:
     made = len(walk["decode"]["steps"])
     equal = {True: "equal", False: "NOT equal"}
     times = f"{data['without_cache_s']:.2f} s instead of {data['with_cache_s']:.2f} s (both warm)"
-    yield f"The {made} token ids, made without a cache, all positions anew for each: {equal[data['equal_without_cache']]}, {times}."
+    yield f"The {made} token ids without a cache, all positions anew for each: {equal[data['equal_without_cache']]}, {times}."
     if not data["equal_without_cache"]:
         yield "(Other shapes sum in another order, so in half precision two tokens that are nearly as likely can change places.)"
     yield f"The package's own loop, qwen_scratch.complete: {equal[data['equal_to_complete']]}."

@@ -116,9 +116,8 @@ def test_the_numbers_are_the_models_own(layer):
             near(row[added], float(seen[op, n][-1].pow(2).mean().sqrt()))
     inside = data["one_layer"]
     n = inside["layer"]
-    assert n == layer % L
     H, K, hd = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
-    assert (inside["query_heads"], inside["kv_heads"], inside["queries_per_kv_head"]) == (H, K, H // K)
+    assert (n, inside["query_heads"], inside["kv_heads"], inside["queries_per_kv_head"]) == (layer % L, H, K, H // K)
     assert inside["scores"] == [1, H, len(ids), len(ids)]
     block = model.model.layers[n]
     for row in inside["projections"]:
