@@ -98,7 +98,7 @@ def test_only_new_tokens_are_computed(loaded):
     model, tokenizer = loaded
     conversation = Conversation(model, tokenizer, GREEDY)
     seen = []
-    hook = model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    hook = model.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     finish(conversation.ask("the cat"))
     result = finish(conversation.retry())
     hook.remove()
