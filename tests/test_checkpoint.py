@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import qwen_scratch.checkpoint
 from qwen_scratch import InputError, SamplingParams, Tokenizer, complete, load, load_model
+from qwen_scratch.checkpoint import Rows, head_rows, open_checkpoint
 from qwen_scratch.loading import choose_dtype, cpu_has_bfloat16
 from qwen_scratch.reference import Reference
 
@@ -559,3 +560,20 @@ def test_tokenizer_is_needed_only_by_load(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(InputError, match="byte-level"):
         load(folder, device="cpu")
+
+
+def test_rows_are_read_in_parts_that_are_let_go(tiny, monkeypatch):
+    checkpoint = open_checkpoint(tiny)
+    whole = load_model(tiny, device="cpu", exact=True).lm_head.weight
+    rows = head_rows(checkpoint, torch.bfloat16)
+    assert (rows.shape, rows.dtype) == (whole.shape, torch.bfloat16)
+    assert torch.equal(rows[:], whole.bfloat16())
+    assert torch.equal(rows[7:99], whole[7:99].bfloat16())
+    assert rows.shard is not None  # one mapping serves many small parts
+    monkeypatch.setattr(Rows, "FRESH", whole[:50].nbytes)
+    rows = head_rows(checkpoint, torch.float32)
+    seen = []
+    for start in range(0, 90, 30):
+        assert torch.equal(rows[start : start + 30], whole[start : start + 30])
+        seen.append(rows.shard is None)
+    assert seen == [False, True, False]

@@ -232,6 +232,19 @@ def test_one_copy_from_the_device_per_token(tiny, monkeypatch):
                 assert reads == ["tolist"]
 
 
+def test_choosing_a_token_reads_nothing_from_the_device():
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket is not torch.ops.aten._local_scalar_dense
+            return func(*args, **(kwargs or {}))
+
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=1.2, presence_penalty=0.5))
+    sampler.begin([1, 2], 50, torch.device("cpu"))
+    with Spy():
+        picked = sampler.pick(torch.randn(50))
+    assert sampler.in_answer.nonzero().tolist() == [[int(picked[0])]]
+
+
 def test_long_prompts_are_read_in_chunks(family, tmp_path, monkeypatch, capsys):
     """The quick path reads some tokens at a time, ragged rows too; the result is the same, and a bar tells how far it is."""
     long = torch.randint(0, 150, (1300,), generator=torch.Generator().manual_seed(0)).tolist()

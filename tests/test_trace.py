@@ -18,7 +18,7 @@ from qwen_scratch.errors import InputError
 from qwen_scratch.loading import shapes_only
 from qwen_scratch.observe import observe
 from qwen_scratch.transcript import MANY, transcript
-from qwen_scratch.walk import attention_weights, walk
+from qwen_scratch.walk import attention_weights, checks, walk
 
 DEMO = Path(__file__).parents[1] / "weights" / "qwen3-demo"
 QUESTION = "What is 347 + 586?"
@@ -148,9 +148,16 @@ def test_the_numbers_are_the_models_own(layer):
     near(inside["value"]["first"], seen["v", n][-1, :4].tolist())
     assert inside["mix_shape"] == [1, len(ids), H * hd]
     near(inside["gate_up"]["first"], seen["gate_up", n][-1, :4].tolist())
+
+
+def test_the_prediction():
+    model, _, prepared, data = walked(DEMO, QUESTION)
+    logits = model(torch.tensor([prepared.prompt_ids]))[0]
     near([data["logits"]["largest"], data["logits"]["smallest"]], [float(logits[-1].max()), float(logits[-1].min())])
     assert data["logits"]["shape"] == list(logits.shape)
-    assert [row["token_id"] for row in data["logits"]["top"]] == logits[-1].topk(5).indices.tolist()
+    best = logits[-1].softmax(-1).topk(5)
+    assert [row["token_id"] for row in data["logits"]["top"]] == best.indices.tolist()
+    near([row["prob"] for row in data["logits"]["top"]], best.values.tolist())
 
 
 def test_tokens_and_cache_step_by_step():
@@ -167,6 +174,8 @@ def test_tokens_and_cache_step_by_step():
     assert data["decode"]["bytes_per_token"] == 2 * model.config.num_hidden_layers * K * hd * 4
     assert data["checks"]["equal_without_cache"] and data["checks"]["equal_to_complete"]
     assert not data["decode"]["ended"]
+    other = checks(model, prepared.prompt_ids, [*made[:-1], 0])
+    assert not other["equal_without_cache"] and not other["equal_to_complete"]
     whole = walked(DEMO, QUESTION, steps=200)[3]["decode"]
     assert whole["ended"] and len(whole["steps"]) < 200 and whole["steps"][-1]["token_id"] in prepared.eos_token_ids
 
