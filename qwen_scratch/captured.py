@@ -56,7 +56,7 @@ def fixed_step(model: Qwen, ids: Tensor, positions: Tensor, cache: KVCache, size
 class Decoder:
     """The captured steps of one cache, so of one request or batch; its buffers are nobody else's.
 
-    They are made and changed outside of inference mode, so that they serve callers inside and outside of it.
+    They are made outside of inference mode, so that they serve callers inside and outside of it.
     """
 
     @torch.inference_mode(False)
@@ -67,8 +67,6 @@ class Decoder:
         self.expected = cache.lengths.clone()  # what `positions` hold
         self.steps: dict[int, Callable[[], Tensor]] = {}
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
         """The next token of each row; the cache must have room for it."""
         lengths = self.cache.lengths

@@ -82,6 +82,8 @@ def test_int4(shape, dtype, group, monkeypatch):
         held = layer.unpacked().t()[: shape[0]].float()
         error = (held.view(padded.shape) - padded).abs().amax(2)
         assert (error <= 0.6 * step + 1e-6).all()  # half a step, and what 16-bit scales round
+        for extreme in (torch.amin, torch.amax):  # both ends of a group are values that it has
+            assert ((extreme(held.view(padded.shape), 2) - extreme(padded, 2)).abs() <= 0.15 * step + 1e-6).all()
         held = held[:, : shape[1]]
         check(layer, held, bias, dtype, rounding(dtype))
         monkeypatch.setattr(linears, "unpacking_is_known", lambda: False)
