@@ -21,7 +21,11 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
+SLOW = ("test_smollm2.py", "test_fast.py")  # first, so that no process is left alone with one of them at the end
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in SLOW)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
