@@ -1,13 +1,15 @@
 """A model's body without its weights: every tensor's shape, what the parts weigh, what a token costs. config.json says it all."""
 
+import math
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from qwen_scratch.config import DTYPES, QwenConfig
 from qwen_scratch.errors import InputError
+from qwen_scratch.loading import shapes_only
 
 # hidden_size, intermediate_size, layers, heads, key/value heads, tied head, vocabulary; as the published config.json have them.
 QWEN25 = {
@@ -55,27 +57,6 @@ def published(name: str) -> QwenConfig | None:
     )
 
 
-def layer_tensors(config: QwenConfig) -> Iterator[tuple[str, list[int]]]:
-    """Name and shape of every parameter of one layer; a weight is [out, in]."""
-    D, F, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
-    yield "input_layernorm.weight", [D]
-    for name, rows in (("q", q), ("k", kv), ("v", kv)):
-        yield f"self_attn.{name}_proj.weight", [rows, D]
-        if config.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", [rows]
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", [hd]
-        yield "self_attn.k_norm.weight", [hd]
-    yield "self_attn.o_proj.weight", [D, q]
-    if config.o_bias:
-        yield "self_attn.o_proj.bias", [D]
-    yield "post_attention_layernorm.weight", [D]
-    yield "mlp.gate_proj.weight", [F, D]
-    yield "mlp.up_proj.weight", [F, D]
-    yield "mlp.down_proj.weight", [D, F]
-
-
 def anatomy(config: QwenConfig, dtype: torch.dtype, device_memory: int | None = None) -> dict[str, Any]:
     """All there is to know of a shape; sizes in bytes unless a key says otherwise.
 
@@ -84,10 +65,11 @@ def anatomy(config: QwenConfig, dtype: torch.dtype, device_memory: int | None = 
         device_memory: bytes for weights and cache; None leaves out what fits.
     """
     L, V, D = config.num_hidden_layers, config.vocab_size, config.hidden_size
-    tensors = dict(layer_tensors(config))
+    one = shapes_only(replace(config, num_hidden_layers=1)).model.layers[0]
+    tensors = {name: list(parameter.shape) for name, parameter in one.named_parameters()}
 
     def count(*parts: str) -> int:
-        return sum(size(shape) for name, shape in tensors.items() if name.startswith(parts))
+        return sum(math.prod(shape) for name, shape in tensors.items() if name.startswith(parts))
 
     head = 0 if config.tie_word_embeddings else V * D
     parameters = {
@@ -132,11 +114,6 @@ def anatomy(config: QwenConfig, dtype: torch.dtype, device_memory: int | None = 
         room = device_memory - total * dtype.itemsize
         report |= {"device_memory": device_memory, "longest_context_that_fits": max(min(room // kv, S), 0)}
     return report
-
-
-def size(shape: list[int]) -> int:
-    rows, *rest = shape
-    return rows * (rest[0] if rest else 1)
 
 
 def read_size(text: str) -> int:

@@ -43,15 +43,12 @@ class Space:
 class HeldLinear(nn.Linear):
     """What all have in common. Nothing here is trained, so nothing is a Parameter."""
 
+    held_bytes: int  # memory that the weight takes in its form
+
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.bias = bias  # type: ignore[assignment]
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory that the weight takes in its form."""
-        raise NotImplementedError
 
     def equal_rows(self, x: Tensor) -> Tensor:
         y: Tensor = self(x)
@@ -64,11 +61,7 @@ class PackedLinear(HeldLinear):
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight[:], 2)
-        self.itemsize = weight.dtype.itemsize
-
-    @property
-    def held_bytes(self) -> int:
-        return self.out_features * self.in_features * self.itemsize
+        self.held_bytes = self.out_features * self.in_features * weight.dtype.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -90,10 +83,7 @@ class Int8Linear(HeldLinear):
             whole[part] = rows.div_(self.scale[part, None]).round_()
         self.packed = torch.ops.onednn.qlinear_prepack(whole, [2, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int32)  # a symmetric scale has its zero at 0
-
-    @property
-    def held_bytes(self) -> int:
-        return self.out_features * (self.in_features + 4)
+        self.held_bytes = self.out_features * (self.in_features + 4)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = step_size(x.abs().amax(-1, keepdim=True).float())  # [..., 1]
@@ -144,10 +134,7 @@ class Int4Linear(HeldLinear):
             self.scales[:, part] = torch.stack((scale, middle), -1).transpose(0, 1)
             n = rows.sub_(middle.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
             self.packed[part] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(n.int().flatten(1), 1)
-
-    @property
-    def held_bytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes
+        self.held_bytes = self.packed.nbytes + self.scales.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         rows = F.pad(x, (0, self.more_in)) if self.more_in else x.contiguous()
