@@ -44,6 +44,7 @@ class HeldLinear(nn.Linear):
     """What all have in common. Nothing here is trained, so nothing is a Parameter."""
 
     held_bytes: int  # memory that the weight takes in its form
+    more_in: int = 0  # inputs of 0 that a kernel needs to have whole blocks
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -51,8 +52,18 @@ class HeldLinear(nn.Linear):
         self.bias = bias  # type: ignore[assignment]
 
     def equal_rows(self, x: Tensor) -> Tensor:
-        y: Tensor = self(x)
-        return y
+        y: Tensor = self(x[:1])
+        return y.expand(2, -1)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """[..., in] → [n, in + more_in]."""
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return F.pad(rows, (0, self.more_in)) if self.more_in else rows
+
+    def finished(self, y: Tensor, x: Tensor) -> Tensor:
+        """Outputs [n, out or more] → [..., out] in the dtype of x, with the bias."""
+        y = y[:, : self.out_features].to(x.dtype).reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
 
 
 class PackedLinear(HeldLinear):
@@ -66,6 +77,26 @@ class PackedLinear(HeldLinear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
+    def equal_rows(self, x: Tensor) -> Tensor:
+        return self.forward(x)  # both: quicker than one
+
+
+class PlainLinear(HeldLinear):
+    """The weight as it is, for 16-bit numbers that this CPU has no kernel for: more than a few rows are quicker in float32."""
+
+    MANY = 32  # rows
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.plain = weight[:].clone()
+        self.held_bytes = self.plain.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > self.MANY * self.in_features:
+            wide = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.plain.float(), wide).to(x.dtype)
+        return F.linear(x, self.plain, self.bias)
+
 
 class Int8Linear(HeldLinear):
     """8-bit weights, symmetric, a scale for each output; x is rounded to 8 bits too, with a scale for each token.
@@ -76,11 +107,7 @@ class Int8Linear(HeldLinear):
     def __init__(self, weight: Weight, bias: Tensor | None, space: Space) -> None:
         super().__init__(weight, bias)
         whole = space.take(weight.shape, torch.int8)
-        self.scale = torch.empty(self.out_features)  # [out] float32
-        for part in row_blocks(weight):
-            rows = weight[part].to(torch.float32, copy=True)
-            self.scale[part] = step_size(rows.abs().amax(1))
-            whole[part] = rows.div_(self.scale[part, None]).round_()
+        self.scale = round_to_int8(weight, whole, torch.float32)
         self.packed = torch.ops.onednn.qlinear_prepack(whole, [2, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int32)  # a symmetric scale has its zero at 0
         self.held_bytes = self.out_features * (self.in_features + 4)
@@ -100,14 +127,49 @@ class Int8Linear(HeldLinear):
         )
 
 
+class Int8WeightLinear(HeldLinear):
+    """The same weights, but x in bfloat16: for a CPU whose 8-bit products overflow in 16-bit sums (x86 without VNNI)."""
+
+    BLOCK = 64  # inputs and outputs that the kernel takes at once, or a multiple
+    MANY = 128  # rows; of more, the weight is widened for the duration of the product
+
+    def __init__(self, weight: Weight, bias: Tensor | None, space: Space) -> None:
+        super().__init__(weight, bias)
+        self.more_in, more_out = -self.in_features % self.BLOCK, -self.out_features % self.BLOCK
+        self.whole = torch.zeros(self.out_features + more_out, self.in_features + self.more_in, dtype=torch.int8)
+        self.scale = round_to_int8(weight, self.whole[: self.out_features, : self.in_features], torch.bfloat16)
+        self.scale = F.pad(self.scale, (0, more_out))
+        self.held_bytes = self.whole.nbytes + self.scale.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.padded(x)
+        if len(rows) > self.MANY:
+            y = F.linear(rows.float(), self.whole.float()).mul_(self.scale)
+        else:
+            y = torch.ops.aten._weight_int8pack_mm(rows.to(torch.bfloat16), self.whole, self.scale)
+        return self.finished(y, x)
+
+
+def round_to_int8(weight: Weight, whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fill `whole` [out, in] int8; return the scales [out] in this dtype."""
+    scale = torch.empty(len(whole), dtype=dtype)
+    for part in row_blocks(weight):
+        rows = weight[part].to(torch.float32, copy=True)
+        scale[part] = step_size(rows.abs().amax(1))
+        whole[part] = (
+            rows.div_(scale[part, None]).round_().clamp_(-127, 127)
+        )  # a scale that was rounded may be too small
+    return scale
+
+
 class Int4Linear(HeldLinear):
-    """4-bit weights in groups of consecutive inputs, each group with its own scale and offset in x's dtype.
+    """4-bit weights in groups of consecutive inputs, each group with its own scale and offset in bfloat16; so is x.
 
     A group's values are its least one plus n steps of a fifteenth of its range, n = 0 to 15. For many rows, the weight is
     unpacked for the duration of the product: then arithmetic is the limit, and plain matrices are quicker there.
     """
 
-    BLOCK = 64  # outputs that the kernel keeps side by side
+    BLOCK = 64  # outputs that the kernel keeps side by side, or a multiple
     MANY = 64  # rows
 
     def __init__(self, weight: Weight, bias: Tensor | None, group: int) -> None:
@@ -119,51 +181,56 @@ class Int4Linear(HeldLinear):
         )  # the rest up to whole groups
         outputs, groups = self.out_features + more_out, (self.in_features + self.more_in) // group
         self.packed = torch.empty(outputs, groups * group // 2, dtype=torch.uint8)
-        self.scales = torch.empty(
-            groups, outputs, 2, dtype=weight.dtype
-        )  # of each group: scale, and what n = 8 stands for
+        # of each group: its scale, and what n = 8 stands for
+        self.scales = torch.empty(groups, outputs, 2, dtype=torch.bfloat16)
         for block in row_blocks(weight):
             rows = weight[block].to(torch.float32, copy=True)
             rows = F.pad(rows, (0, self.more_in, 0, -len(rows) % self.BLOCK)).view(-1, groups, group)
             part = slice(block.start, block.start + len(rows))  # with the padding
             low, high = rows.amin(2), rows.amax(2)  # [rows, groups]; aminmax is slower than both
-            scale = ((high - low) / 15).clamp_(min=1e-30).to(weight.dtype)
-            middle = ((low + high + scale.float()) / 2).to(
-                weight.dtype
-            )  # so that n = 7.5 stands between least and largest
+            scale = ((high - low) / 15).clamp_(min=1e-30).bfloat16()
+            middle = ((low + high + scale.float()) / 2).bfloat16()  # so that n = 7.5 stands between least and largest
             self.scales[:, part] = torch.stack((scale, middle), -1).transpose(0, 1)
             n = rows.sub_(middle.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
             self.packed[part] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(n.int().flatten(1), 1)
         self.held_bytes = self.packed.nbytes + self.scales.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = F.pad(x, (0, self.more_in)) if self.more_in else x.contiguous()
-        rows = rows.view(-1, self.in_features + self.more_in)
-        if len(rows) > self.MANY and unpacking_is_known():
-            y = rows @ self.unpacked()
+        rows = self.padded(x)
+        if len(rows) > self.MANY and packed_half() is not None:
+            dtype = x.dtype if has_kernels(x.dtype) else torch.float32
+            y = rows.to(dtype) @ self.unpacked(dtype)
         else:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
-        y = y[:, : self.out_features].view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.bfloat16(), self.packed, self.group, self.scales)
+        return self.finished(y, x)
 
-    def unpacked(self) -> Tensor:
-        """[in, out] in the dtype of the scales, with the padding."""
-        scale, middle = self.scales[:, None].unbind(-1)  # each [groups, 1, out]
-        n = unpack(self.packed).to(scale.dtype).view(len(scale), self.group, -1)
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """[in, out] with the padding."""
+        scale, middle = self.scales.to(dtype)[:, None].unbind(-1)  # each [groups, 1, out]
+        n = unpack(self.packed, packed_half()).to(dtype).view(len(scale), self.group, -1)
         return n.sub_(8).mul_(scale).add_(middle).flatten(0, 1)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """The kernel's order → [in, out] uint8: a byte has outputs i and i + 32 of a block of 64, inputs follow each other."""
-    blocks = packed.view(-1, packed.shape[1] * 2, 32)  # [out / 64, in, 32]
+def unpack(packed: Tensor, half: int | None) -> Tensor:
+    """The kernel's order → [in, out] uint8: a byte has outputs i and i + half of a block of two halves."""
+    blocks = packed.view(-1, packed.shape[1] * 2, half or 32)  # [out / block, in, half]
     return torch.cat((blocks & 15, blocks >> 4), -1).transpose(0, 1).flatten(1)
 
 
 @functools.cache
-def unpacking_is_known() -> bool:
-    """The order is the kernel's own, and another one on other CPUs; there every product takes the kernel."""
+def packed_half() -> int | None:
+    """The order is the kernel's own and depends on the CPU; None: not one that we know, and every product takes the kernel."""
     n = torch.arange(64 * 32, dtype=torch.int32).view(64, 32) * 7 % 16
-    return torch.equal(unpack(torch.ops.aten._convert_weight_to_int4pack_for_cpu(n, 1)).t().int(), n)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(n, 1)
+    return next((half for half in (32, 16) if torch.equal(unpack(packed, half).t().int(), n)), None)
+
+
+@functools.cache
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether this CPU has kernels of its own for products of this kind of number."""
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def step_size(largest: Tensor) -> Tensor:
@@ -202,24 +269,35 @@ def choose_linears(quantize: str | None, device: torch.device, dtype: torch.dtyp
     Raises:
         InputError: `quantize` is unknown, or cannot be done on this device and in this dtype.
     """
-    make: MakeLinear = PackedLinear
-    if quantize is not None:
-        make = functools.partial(Int8Linear, space=Space())
-    kinds = Kinds(make, make)
-    if quantize in GROUPS:
-        kinds = Kinds(functools.partial(Int4Linear, group=GROUPS[quantize]), make)
-    elif quantize not in (None, "int8"):
+    if quantize not in (None, *HELD_BYTES):
         raise InputError(f"quantize {quantize!r} is not known; choose one of {', '.join(HELD_BYTES)}")
     reason = f"it works on a CPU, not on {device}"
     if device.type == "cpu":
-        try:  # the operations are torch's own and may go one day, so each is tried
-            for make in kinds:
-                y = make(torch.ones(64, 128, dtype=dtype), None)(torch.ones(2, 128, dtype=dtype))
-                if not torch.allclose(y, torch.full((2, 64), 128.0, dtype=dtype), rtol=0.01):
-                    raise RuntimeError
-            return kinds
-        except (RuntimeError, AttributeError, NotImplementedError):
-            reason = f"this torch has no kernel for it in {str(dtype).removeprefix('torch.')}"
+        space = Space()
+        plain: list[MakeLinear] = [PackedLinear, PlainLinear]
+        int8: list[MakeLinear] = [functools.partial(kind, space=space) for kind in (Int8Linear, Int8WeightLinear)]
+        if not has_kernels(dtype):
+            plain, int8 = plain[1:], int8[1:]  # the first might do it, but more slowly by far
+        head = first_that_works(int8 if quantize else plain, dtype)
+        inner = head
+        if quantize in GROUPS:
+            inner = first_that_works([functools.partial(Int4Linear, group=GROUPS[quantize])], dtype)
+        if inner is not None and head is not None:
+            return Kinds(inner, head)
+        reason = f"this torch has no kernel for it in {str(dtype).removeprefix('torch.')}"
     if quantize is not None:
         raise InputError(f"--quantize {quantize} is not possible here: {reason}")
+    return None
+
+
+def first_that_works(kinds: list[MakeLinear], dtype: torch.dtype) -> MakeLinear | None:
+    """The operations are torch's own, may go one day, and overflow on some CPUs, so each is tried."""
+    for make in kinds:
+        try:
+            layer = make(torch.ones(64, 128, dtype=dtype), None)
+            x = torch.ones(2, 128, dtype=dtype)
+            if all(torch.allclose(y, x.new_full((2, 64), 128), rtol=0.01) for y in (layer(x), layer.equal_rows(x))):
+                return make
+        except (RuntimeError, AttributeError, NotImplementedError):
+            continue
     return None

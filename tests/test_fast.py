@@ -136,7 +136,9 @@ def test_weights_are_counted_as_they_are_held(tiny, tmp_path):
     assert (
         weight_bytes(load_model(tiny, "cpu", "bfloat16")) == weight_bytes(plain) - biases - heads
     )  # a few small vectors
-    assert weight_bytes(load_model(tiny, "cpu", "bfloat16", quantize="int8")) < 0.6 * weight_bytes(plain)
+    assert weight_bytes(load_model(tiny, "cpu", "bfloat16", quantize="int8")) < 0.8 * weight_bytes(
+        plain
+    )  # blocks are filled up
     both = [save_tiny(tmp_path / str(tied), "qwen3", tie_word_embeddings=tied) for tied in (True, False)]
     tied, untied = (weight_bytes(load_model(folder, "cpu", "float32", quantize="int8")) for folder in both)
     embedding = load_model(both[1], "cpu", "float32").model.embed_tokens.weight
