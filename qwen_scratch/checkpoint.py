@@ -123,11 +123,11 @@ def load_weights(
     model: Qwen,
     checkpoint: Checkpoint,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     progress: bool = False,
     to_be_copied: bool = False,
 ) -> None:
-    """Fill a model that was built on the meta device, tensor by tensor, each exactly once.
+    """Fill a model that was built on the meta device, tensor by tensor, each exactly once; dtype None: as they are stored.
 
     On the CPU a tensor that is stored in the wanted dtype is used memory-mapped: its pages are read when a
     product first touches them, and nothing is copied. Elsewhere, and when casting, the peak is the model
@@ -146,7 +146,11 @@ def load_weights(
     for name, tensor in read_tensors(checkpoint.tensors, device, dtype, to_be_copied):
         for alias in unfilled.pop(name):
             owner, _, attribute = alias.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor.to(dtype), requires_grad=False))
+            setattr(
+                model.get_submodule(owner),
+                attribute,
+                nn.Parameter(tensor.to(dtype or tensor.dtype), requires_grad=False),
+            )
         bar.update()
     bar.close()
     if model.config.tie_word_embeddings:

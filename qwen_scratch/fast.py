@@ -24,12 +24,23 @@ from qwen_scratch.model import MLP, Attention, Qwen, RMSNorm
 from qwen_scratch.rope import apply_rope
 
 
+class StoredEmbedding(nn.Module):
+    """Looked up as it lies in the file, so that rows which are not needed are never read; what is found is cast."""
+
+    def __init__(self, plain: nn.Embedding, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.dtype = plain.weight, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight).to(self.dtype)
+
+
 class FastNorm(RMSNorm):
     """RMSNorm with its many steps as one operation, rounded where the plain one rounds."""
 
-    def __init__(self, plain: RMSNorm) -> None:
+    def __init__(self, plain: RMSNorm, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
-        self.weight = plain.weight
+        self.weight = plain.weight.to(dtype)  # type: ignore[assignment]  # not trained, so no Parameter
         self.eps = plain.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,12 +78,12 @@ class FastAttention(Attention):
 
     o_proj: HeldLinear
 
-    def __init__(self, plain: Attention, make: MakeLinear, space: Space) -> None:
+    def __init__(self, plain: Attention, make: MakeLinear, dtype: torch.dtype, space: Space) -> None:
         nn.Module.__init__(self)
         self.layer, self.head_dim = plain.layer, plain.head_dim
         parts = (plain.q_proj, plain.k_proj, plain.v_proj)
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in parts[:2])
-        bias = None if plain.q_proj.bias is None else torch.cat([part.bias for part in parts])
+        bias = None if plain.q_proj.bias is None else torch.cat([part.bias for part in parts]).to(dtype)
         self.qkv_proj = make(joined([part.weight for part in parts], space), bias)
         self.o_proj = make(plain.o_proj.weight, plain.o_proj.bias)
         self.norm: Tensor | None = None  # [H + K, hd]
@@ -81,7 +92,7 @@ class FastAttention(Attention):
             q, k = (
                 norm.weight.expand(n, -1) for norm, n in ((plain.q_norm, self.heads), (plain.k_norm, self.kv_heads))
             )
-            self.norm = torch.cat((q, k))
+            self.norm = torch.cat((q, k)).to(dtype)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.qkv_proj(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # [B, H + 2K, T, hd]
@@ -178,26 +189,29 @@ class FastQwen(Qwen):
 def joined(weights: list[Tensor], space: Space) -> Tensor:
     """Weights [out, in] below each other."""
     shape = (sum(len(weight) for weight in weights), weights[0].shape[1])
-    return torch.cat(weights, out=space.take(shape, weights[0].dtype))
+    dtypes = {weight.dtype for weight in weights}
+    return torch.cat(weights, out=space.take(shape, dtypes.pop() if len(dtypes) == 1 else torch.float32))
 
 
-def accelerate(model: Qwen, head: Weight, kinds: Kinds) -> None:
+def accelerate(model: Qwen, head: Weight, kinds: Kinds, dtype: torch.dtype) -> None:
     """Replace the parts of a loaded model, one after the other, so that both forms are never held at once.
 
     Args:
-        model: as it was loaded on the CPU. Its embedding stays as it is, to be looked up row by row.
+        model: as its weights are stored, on the CPU. The embedding stays so, to be looked up row by row.
         head: [V, D], the head's weight; where that is tied, read apart from the embedding, so that its pages can go again.
         kinds: what makes the linear layers.
+        dtype: to run in.
     """
     model.lm_head = kinds.head(head, None)
     space = Space()
     backbone: Any = model.model  # other classes than it was made with take the same places
+    backbone.embed_tokens = StoredEmbedding(backbone.embed_tokens, dtype)
     for block in backbone.layers:
-        block.self_attn = FastAttention(block.self_attn, kinds.inner, space)
+        block.self_attn = FastAttention(block.self_attn, kinds.inner, dtype, space)
         block.mlp = FastMLP(block.mlp, kinds.inner, space)
-        block.input_layernorm = FastNorm(block.input_layernorm)
-        block.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
-    backbone.norm = FastNorm(backbone.norm)
+        block.input_layernorm = FastNorm(block.input_layernorm, dtype)
+        block.post_attention_layernorm = FastNorm(block.post_attention_layernorm, dtype)
+    backbone.norm = FastNorm(backbone.norm, dtype)
 
 
 def weight_bytes(model: Qwen) -> int:

@@ -1,7 +1,8 @@
 """Linear layers for a CPU that hold their weight in a form of their own: packed for quick reading, or quantised as well.
 
-One interface for all: made of a plain weight [out, in], a tensor or rows in a file, and a bias; called with x [..., in] →
-[..., out]; `equal_rows` does the same for x [2, in] of two equal rows, as which one token goes through the model (see fast.py).
+One interface for all: made of a plain weight [out, in] of any dtype, a tensor or rows in a file, and a bias in the dtype of x;
+called with x [..., in] → [..., out]; `equal_rows` does the same for x [2, in] of two equal rows, as which one token goes
+through the model (see fast.py).
 """
 
 import functools
@@ -39,6 +40,11 @@ class Space:
             self.bytes = torch.empty(size, dtype=torch.uint8)
         return self.bytes[:size].view(dtype).view(shape)
 
+    def cast(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """The whole weight, copied only where its dtype is another one; good until the next call too."""
+        whole: Tensor = weight[:]
+        return whole if whole.dtype == dtype else self.take(whole.shape, dtype).copy_(whole)
+
 
 class HeldLinear(nn.Linear):
     """What all have in common. Nothing here is trained, so nothing is a Parameter."""
@@ -69,26 +75,27 @@ class HeldLinear(nn.Linear):
 class PackedLinear(HeldLinear):
     """The weight as it is, in the order in which oneDNN's kernel for two rows reads it best."""
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, space: Space) -> None:
         super().__init__(weight, bias)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight[:], 2)
-        self.held_bytes = self.out_features * self.in_features * weight.dtype.itemsize
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(space.cast(weight, dtype), 2)
+        self.held_bytes = self.out_features * self.in_features * dtype.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def equal_rows(self, x: Tensor) -> Tensor:
-        return self.forward(x)  # both: quicker than one
+        y: Tensor = self(x)  # both: quicker than one
+        return y
 
 
 class PlainLinear(HeldLinear):
     """The weight as it is, for 16-bit numbers that this CPU has no kernel for: more than a few rows are quicker in float32."""
 
-    MANY = 32  # rows
+    MANY = 20  # rows
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, space: Space) -> None:
         super().__init__(weight, bias)
-        self.plain = weight[:].clone()
+        self.plain = weight[:].to(dtype, copy=True)
         self.held_bytes = self.plain.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,11 +281,14 @@ def choose_linears(quantize: str | None, device: torch.device, dtype: torch.dtyp
     reason = f"it works on a CPU, not on {device}"
     if device.type == "cpu":
         space = Space()
-        plain: list[MakeLinear] = [PackedLinear, PlainLinear]
-        int8: list[MakeLinear] = [functools.partial(kind, space=space) for kind in (Int8Linear, Int8WeightLinear)]
-        if not has_kernels(dtype):
-            plain, int8 = plain[1:], int8[1:]  # the first might do it, but more slowly by far
-        head = first_that_works(int8 if quantize else plain, dtype)
+        packed = functools.partial(PackedLinear, dtype=dtype, space=space)
+        plain = functools.partial(PlainLinear, dtype=dtype, space=space)
+        int8, int8_weight = (functools.partial(kind, space=space) for kind in (Int8Linear, Int8WeightLinear))
+        if quantize:
+            kinds: list[MakeLinear] = [int8, int8_weight] if has_kernels(dtype) else [int8_weight]
+        else:
+            kinds = [packed] if has_kernels(dtype) else [plain]
+        head = first_that_works(kinds, dtype)
         inner = head
         if quantize in GROUPS:
             inner = first_that_works([functools.partial(Int4Linear, group=GROUPS[quantize])], dtype)

@@ -82,10 +82,10 @@ def load_model(
         kinds = None
     model = shapes_only(config, FastQwen if kinds else Qwen if exact or device.type != "cuda" else CapturedQwen)
     try:
-        load_weights(model, checkpoint, device, dtype, progress, to_be_copied=kinds is not None)
+        load_weights(model, checkpoint, device, None if kinds else dtype, progress, to_be_copied=kinds is not None)
         if kinds and isinstance(model, FastQwen):
             model.quantize = quantize
-            accelerate(model, head_rows(checkpoint, dtype), kinds)
+            accelerate(model, head_rows(checkpoint, dtype), kinds, dtype)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -56,7 +56,7 @@ def test_every_cpu_has_quick_layers():
     """Those without kernels for 16-bit numbers, or with 8-bit products that overflow, get others."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         quick = linears.has_kernels(dtype)
-        assert choose_linears(None, CPU, dtype).head is (PackedLinear if quick else PlainLinear)
+        assert choose_linears(None, CPU, dtype).head.func is (PackedLinear if quick else PlainLinear)
         for quantize in linears.HELD_BYTES:
             kinds = choose_linears(quantize, CPU, dtype)
             assert kinds.head.func in ((Int8Linear, Int8WeightLinear) if quick else (Int8WeightLinear,))
@@ -67,15 +67,15 @@ def test_every_cpu_has_quick_layers():
 @pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
 def test_weights_as_they_are(shape, dtype, kind):
     if kind is PackedLinear and not linears.has_kernels(dtype):
-        assert choose_linears(None, CPU, dtype).head is PlainLinear
+        assert choose_linears(None, CPU, dtype).head.func is PlainLinear
         return
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     kept = weight.clone()
-    layer = kind(weight, bias)
+    layer = kind(weight, bias, dtype, Space())
     assert layer.held_bytes == weight.nbytes
     weight.zero_()  # its memory is used again
     check(layer, kept.float(), bias, dtype, rounding(dtype))
-    check(kind(kept, None), kept.float(), bias * 0, dtype, rounding(dtype))
+    check(kind(kept, None, dtype, Space()), kept.float(), bias * 0, dtype, rounding(dtype))
 
 
 @DTYPES
