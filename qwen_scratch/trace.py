@@ -23,7 +23,12 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("trace")
     group.add_argument("--layer", type=int, metavar="N", default=0, help="the one to look into, from 0; -1 is the last")
     group.add_argument("--steps", type=int, metavar="N", default=8, help="tokens to make; default: 8")
-    group.add_argument("--json", metavar="FILE", type=Path, help="write all numbers here as JSON")
+    group.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with all numbers and maps of them; needs plotly"
+    )
+    group.add_argument(
+        "--json", metavar="FILE", type=Path, help="write all numbers here as JSON, also those of the page"
+    )
     group.add_argument("--quiet", action="store_true", help="nothing on the terminal but errors")
     group = parser.add_argument_group("anatomy, without weights or a prompt")
     group.add_argument(
@@ -37,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
+    check_files(args)
     if args.config_only is not None:
         return show_anatomy(args)
     if args.device_memory is not None:
@@ -55,6 +61,8 @@ def main(argv: list[str]) -> int:
 
     from qwen_scratch import output
     from qwen_scratch.completion import stream
+    from qwen_scratch.maps import maps
+    from qwen_scratch.page import page
     from qwen_scratch.sampling import SamplingParams
     from qwen_scratch.transcript import transcript
     from qwen_scratch.walk import walk
@@ -67,15 +75,31 @@ def main(argv: list[str]) -> int:
         truncate=args.truncate,
     ).result  # fmt: skip
     steps = prepared.request.max_new_tokens
-    numbers = {"model": str(source), **walk(model, tokenizer, prepared, args.layer, steps)}
+    about = {"model": str(source), "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+    numbers = about | walk(model, tokenizer, prepared, args.layer, steps)
     if importlib.util.find_spec("transformers"):
         numbers["checks"] |= ask_reference(source.folder, model, prepared.prompt_ids, numbers["decode"]["steps"])
+    if args.html or args.json:
+        numbers["maps"] = maps(model, tokenizer, prepared.prompt_ids)
     if not args.quiet:
         print(output.model_line(source, model), *prepared.notices, sep="\n", file=sys.stderr)
         print(transcript(numbers))
+    if args.html:
+        args.html.write_text(page(numbers), encoding="utf-8")
     if args.json:
-        args.json.write_text(json.dumps(numbers, ensure_ascii=False) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     return cli.ANSWERED
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """What would fail at the end of the work fails before it."""
+    for file in (args.html, args.json):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise InputError(f"{file} cannot be written: {'it is a' if file.is_dir() else 'there is no such'} folder")
+    if args.html is not None and args.config_only is not None:
+        raise InputError("--html shows an inference, which --config-only does not make")
+    if args.html is not None and importlib.util.find_spec("plotly") is None:
+        raise InputError("--html draws with plotly, which is not installed: pip install plotly")
 
 
 def ask_reference(folder: Path, model: Any, ids: list[int], steps: list[dict[str, Any]]) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """A walk (walk.py) as text for a terminal, stage by stage, each with a sentence on what it shows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from qwen_scratch.anatomy import readable
@@ -9,21 +9,29 @@ MANY = 40  # tokens; of more, the middle is left out
 
 
 def transcript(walk: dict[str, Any]) -> str:
-    stages = [prompt, embedding, layers, one_layer, logits, decode, sampling, checks]
-    names = [
-        "The prompt becomes tokens",
-        "Each token becomes a vector",
-        "The layers add to it",
-        f"Inside layer {walk['one_layer']['layer']}",
-        "The last position becomes a prediction",
-        "Tokens are made one by one, and the cache grows",
-        "Choosing a token",
-        "Does it hold?",
-    ]
     lines: list[str] = []
-    for number, (name, stage, place) in enumerate(zip(names, stages, walk["where"].values(), strict=True), 1):
-        lines += [f"{number}. {name}   [{place}]", *(f"   {line}" for line in stage(walk)), ""]
+    for number, stage in enumerate(stages(walk), 1):
+        body = (f"   {line}" for line in stage["text"].split("\n"))
+        lines += [f"{number}. {stage['name']}   [{stage['place']}]", *body, ""]
     return "\n".join(lines).rstrip()
+
+
+def stages(walk: dict[str, Any]) -> list[dict[str, str]]:
+    """Each stage's key in the walk, its name, its place in the code and its numbers as text."""
+    tell: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
+        "prompt": ("The prompt becomes tokens", prompt),
+        "embedding": ("Each token becomes a vector", embedding),
+        "layers": ("The layers add to it", layers),
+        "one_layer": (f"Inside layer {walk['one_layer']['layer']}", one_layer),
+        "logits": ("The last position becomes a prediction", logits),
+        "decode": ("Tokens are made one by one, and the cache grows", decode),
+        "sampling": ("Choosing a token", sampling),
+        "checks": ("Does it hold?", checks),
+    }
+    return [
+        {"key": key, "name": name, "place": walk["where"][key], "text": "\n".join(stage(walk))}
+        for key, (name, stage) in tell.items()
+    ]
 
 
 def numbers(values: list[float]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from qwen_scratch.cache import KVCache
 from qwen_scratch.completion import Completion, complete
 from qwen_scratch.engine import best
+from qwen_scratch.maps import attention_weights
 from qwen_scratch.model import Qwen
 from qwen_scratch.observe import observe
 from qwen_scratch.sampling import SamplingParams, keep_min_p, keep_top_k, keep_top_p
@@ -45,7 +46,14 @@ def walk(model: Qwen, tokenizer: Tokenizer, result: Completion, layer: int, step
     layer %= model.config.num_hidden_layers
     seen: dict[tuple[str, int | None], Tensor] = {}
     cache = KVCache(model.config, 1, len(ids) + steps, device=model.device, dtype=model.dtype)
-    with observe(model, lambda op, at, tensor: seen.__setitem__((op, at), tensor)):
+
+    def keep(op: str, at: int | None, tensor: Tensor) -> None:
+        if at in (None, layer):
+            seen[op, at] = tensor
+        elif op in ("residual_2", "o", "down"):  # of the other layers the last position is enough
+            seen[op, at] = tensor[:, -1:].clone()
+
+    with observe(model, keep):
         start = perf_counter()
         logits = model(torch.tensor([ids], device=model.device), cache=cache)[0]  # [T, V]
         prefill_s = perf_counter() - start
@@ -104,21 +112,13 @@ def layers(seen: dict[tuple[str, int | None], Tensor], model: Qwen) -> list[dict
     return [
         {
             "layer": n,
-            "shape": list(seen["residual_2", n].shape),
+            "shape": list(seen["embedding", None].shape),
             **vector(seen["residual_2", n][0, -1]),
             "attention_added": vector(seen["o", n][0, -1])["rms"],
             "mlp_added": vector(seen["down", n][0, -1])["rms"],
         }
         for n in range(model.config.num_hidden_layers)
     ]
-
-
-def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """q [H, T, hd], k [K, T, hd], turned → [H, T, T] float32: how much each position looks at each; what is later gets 0."""
-    k = k.repeat_interleave(len(q) // len(k), dim=0).float()
-    scores = q.float() @ k.transpose(1, 2) / q.shape[-1] ** 0.5  # [H, T, T]
-    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1)
 
 
 def one_layer(
@@ -155,7 +155,8 @@ def one_layer(
                 "pair": {"of": pair, "before": before[pair].tolist(), "after": stages["turned"][pair].tolist()},
             }
         )
-    weights = attention_weights(seen["q_rope", n][0], seen["k_rope", n][0])[:, -1]  # [H, T]
+    last = torch.tensor([T - 1], device=model.device)
+    weights = attention_weights(seen["q_rope", n][0], seen["k_rope", n][0], last)[:, 0]  # [H, T]
     looks = []
     for head, row in enumerate(weights):
         likeliest = row.topk(min(LOOKS, T))
@@ -257,7 +258,7 @@ def sampling(logits: Tensor, tokenizer: Tokenizer) -> list[dict[str, Any]]:
                 "way": name,
                 "candidates": int(stays.sum()),
                 "probability_kept": float(plain[stays].sum()),
-                "top": top(kept, tokenizer),
+                "top": [{"token": row["token"], "prob": row["prob"]} for row in top(kept, tokenizer)],
             }
         )
     return report
