@@ -60,20 +60,21 @@ def prompt(walk: dict[str, Any]) -> Iterator[str]:
 
 
 def shortened(tokens: list[Any]) -> list[Any]:
-    return tokens if len(tokens) <= MANY else [*tokens[: MANY // 2], None, *tokens[-MANY // 2 :]]
+    return tokens if len(tokens) <= MANY * 5 // 4 else [*tokens[: MANY // 2], None, *tokens[-MANY // 2 :]]
 
 
 def embedding(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["embedding"]
     yield f"Each id picks its row of a matrix {shape(data['matrix'])}: {shape(data['shape'])} = [batch, tokens, hidden size]."
+    yield "The same token gives the same vector wherever it stands; position comes in when queries and keys are turned."
     for row in data["positions"]:
         yield f"position {row['position']:5}: {numbers(row['first'])}  L2 norm {row['norm']:.4f}"
 
 
 def layers(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["layers"]
-    yield f"The stream {shape(data[0]['shape'])} at the last position. In each layer attention and MLP each add a vector to it."
-    yield "All sizes are root mean squares (RMS)."
+    yield f"The residual stream {shape(data[0]['shape'])} has a vector for each position; attention and MLP of each layer add"
+    yield "theirs to it. Here that of the last position. Sizes are root mean squares (RMS). Layers count from 0."
     yield f"{'':10} {'stream':>10}   first values{'':26} attention added   MLP added"
     start = walk["embedding"]["positions"][-1]
     yield f"{'embedding':>10} {start['rms']:10.4f}   {numbers(start['first'][:3])}"
@@ -87,6 +88,7 @@ def layers(walk: dict[str, Any]) -> Iterator[str]:
 def one_layer(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["one_layer"]
     H, K, hd = data["query_heads"], data["kv_heads"], data["head_dim"]
+    yield "Products with weights [out, in]:"
     for row in data["projections"]:
         bias = " and a bias" if row["bias"] else ""
         yield f"{row['name']:18} weight {shape(row['weight']):16}{bias:11}: {shape(row['in'])} → {shape(row['out'])}"
@@ -118,8 +120,10 @@ def one_layer(walk: dict[str, Any]) -> Iterator[str]:
 def logits(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["logits"]
     T, V = data["shape"]
-    yield f"Norm and head: [1, {T}, {V}], a number for every token of the vocabulary at every position. Position {T - 1}, the"
-    yield f"last one, predicts the next token: logits from {data['smallest']:.3f} to {data['largest']:.3f}, and by softmax:"
+    last = walk["prompt"]["tokens"][-1]
+    yield f"Norm and head: [1, {T}, {V}], a score (logit) for every token of the vocabulary at every position. Position {T - 1},"
+    yield f"the last one, {last['text'] or last['piece']!r}, predicts the next token: logits from {data['smallest']:.3f} to "
+    yield f"{data['largest']:.3f}, of which softmax makes probabilities:"
     yield from candidates(data["top"])
 
 
@@ -131,7 +135,8 @@ def candidates(top: list[dict[str, Any]]) -> Iterator[str]:
 def decode(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["decode"]
     yield "The prompt's own forward fills the cache and gives the first token. From then on each forward takes the token that"
-    yield "was made last (here always the likeliest), appends its key and value in every layer, and computes nothing else anew."
+    yield "was made last (here always the likeliest) through all layers, appends its key and value in each, and reads those of"
+    yield "the earlier ones."
     yield f"{'goes in':>16} {'input':>9} {'positions cached':>17}   {'K and V each, per layer':24} {'time':>9}   likeliest next"
     for row in data["steps"]:
         grown = f"{row['before']} → {row['after']}"
@@ -164,7 +169,7 @@ def checks(walk: dict[str, Any]) -> Iterator[str]:
     data = walk["checks"]
     made = len(walk["decode"]["steps"])
     equal = {True: "equal", False: "NOT equal"}
-    times = f"{data['without_cache_s']:.2f} s instead of {data['with_cache_s']:.2f} s (both warm)"
+    times = f"{data['without_cache_s']:.2f} s instead of {data['with_cache_s']:.2f} s (one run each)"
     yield f"The {made} token ids without a cache, all positions anew for each: {equal[data['equal_without_cache']]}, {times}."
     if not data["equal_without_cache"]:
         yield "(Other shapes sum in another order, so in half precision two tokens that are nearly as likely can change places.)"

@@ -214,6 +214,7 @@ def decode(
                 "cache": [1, config.num_key_value_heads, length, config.head_dim],
                 "token_id": token_id,
                 "token": tokenizer.label(token_id),
+                "bytes": len(tokenizer.token_bytes(token_id)),
                 "prob": float(logits.float().softmax(-1)[token_id]),
             }
         )
@@ -242,8 +243,7 @@ def sampling(logits: Tensor, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     scores = logits.float()
     plain = scores.softmax(-1)
     ways: dict[str, Tensor] = {
-        "temperature 1": scores,
-        **{f"temperature {t}": scores / t for t in (0.5, 0.7, 1.5)},
+        **{f"temperature {t}": scores / t for t in (0.5, 0.7, 1, 1.5)},
         "top-k 5": keep_top_k(scores, 5),
         "top-k 50": keep_top_k(scores, 50),
         "top-p 0.9": keep_top_p(scores, 0.9),

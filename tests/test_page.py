@@ -109,6 +109,8 @@ def test_the_page_shows_the_numbers(chat, open_page):
     assert 40 <= len(tokens) <= SHOWN
     assert page.locator("#strip button").count() == len(tokens) + len(steps)
     assert page.locator("#strip button.made").count() == len(steps)
+    control = [token for token in [*tokens, *steps] if token["bytes"] == 0]
+    assert page.locator("#strip button.control").count() == len(control) > 2
     shown_texts = page.locator("#strip button").all_text_contents()
     assert [text.replace("␣", " ").replace("⏎", "\n") for text in shown_texts[: len(tokens)]] == [
         token["text"] or token["piece"] for token in tokens

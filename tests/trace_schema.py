@@ -74,6 +74,7 @@ TRACE = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | thing(
                 cache=SHAPE,
                 token_id=COUNT,
                 token=TEXT,
+                bytes=COUNT,
                 prob=SHARE,
             )
         ),
