@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from builders import save_tiny, save_tokenizer
+from trace_schema import TRACE
 
 import qwen_scratch
 from qwen_scratch import SamplingParams, load, load_model
@@ -16,11 +18,14 @@ from qwen_scratch.anatomy import QWEN3, QWEN25, anatomy, published, read_size, r
 from qwen_scratch.completion import stream
 from qwen_scratch.errors import InputError
 from qwen_scratch.loading import shapes_only
+from qwen_scratch.maps import attention_weights
 from qwen_scratch.observe import observe
+from qwen_scratch.trace import main
 from qwen_scratch.transcript import MANY, transcript
-from qwen_scratch.walk import attention_weights, checks, walk
+from qwen_scratch.walk import checks, walk
 
-DEMO = Path(__file__).parents[1] / "weights" / "qwen3-demo"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "weights" / "qwen3-demo"
 QUESTION = "What is 347 + 586?"
 
 
@@ -91,18 +96,28 @@ def near(ours, expected):
     assert ours == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("layer", [0, -1])
-def test_the_numbers_are_the_models_own(layer):
+@pytest.fixture(scope="module")
+def qwen3_widths(tmp_path_factory):
+    """Two layers as wide as those of Qwen3-0.6B."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2}
+    folder = tmp_path_factory.mktemp("widths") / "m"
+    save_tiny(folder, "qwen3", hidden_size=1024, intermediate_size=3072, vocab_size=320, **heads)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("source", "layer"), [("demo", 0), ("demo", -1), ("smollm2", 17), ("qwen3_widths", 1)])
+def test_the_numbers_are_the_models_own(source, layer, request):
     """Held against a forward of its own, watched op by op, and for attention against the mix that the model computed."""
-    model, tokenizer, prepared, data = walked(DEMO, QUESTION, layer)
+    folder = DEMO if source == "demo" else request.getfixturevalue(source)
+    model, tokenizer, prepared, data = walked(folder, QUESTION, layer, steps=2)
     ids = prepared.prompt_ids
     seen = {}
     with torch.inference_mode(), observe(model, lambda op, at, tensor: seen.__setitem__((op, at), tensor[0].clone())):
         model(torch.tensor([ids]))
     assert [token["id"] for token in data["prompt"]["tokens"]] == ids
-    assert (
-        data["prompt"]["text"] == prepared.rendered_prompt == tokenizer.render([{"role": "user", "content": QUESTION}])
-    )
+    asked = tokenizer.render([{"role": "user", "content": QUESTION}])
+    assert data["prompt"]["text"] == prepared.rendered_prompt == asked
     assert "".join(token["text"] for token in data["prompt"]["tokens"]) == tokenizer.decode(ids)
     for row in data["embedding"]["positions"]:
         x = seen["embedding", None][row["position"]]
@@ -125,7 +140,8 @@ def test_the_numbers_are_the_models_own(layer):
         assert (row["in"][-1], row["out"][-1]) == tuple(row["weight"][::-1])
     for row in inside["first_head"]:
         near(row["projected"]["first"], seen[row["kind"], n][-1][:4].tolist())
-        near(row["normed"]["first"], seen[f"{row['kind']}_norm", n][-1, 0, :4].tolist())
+        if model.config.qk_norm:
+            near(row["normed"]["first"], seen[f"{row['kind']}_norm", n][-1, 0, :4].tolist())
         turned = seen[f"{row['kind']}_rope", n][0, -1]
         near(row["turned"]["first"], turned[:4].tolist())
         assert row["pair"]["of"] == [0, hd // 2]
@@ -134,7 +150,7 @@ def test_the_numbers_are_the_models_own(layer):
         a, b = row["pair"]["before"]
         cos, sin = math.cos(angle), math.sin(angle)
         near(row["pair"]["after"], [a * cos - b * sin, b * cos + a * sin])
-    weights = attention_weights(seen["q_rope", n], seen["k_rope", n])
+    weights = attention_weights(seen["q_rope", n], seen["k_rope", n], torch.arange(len(ids)))
     values = seen["v", n].view(len(ids), K, hd).transpose(0, 1).repeat_interleave(H // K, 0)
     mix = (weights @ values).transpose(0, 1).flatten(1)
     assert (mix - seen["attention", n]).abs().max() <= 1e-5 * mix.abs().max()
@@ -212,11 +228,13 @@ def test_one_token_and_many(family, tmp_path):
 
 def test_command(tmp_path):
     out = tmp_path / "trace.json"
-    done = trace(QUESTION, "--layer", "-1", "--steps", 4, "--json", out)
+    done = trace(QUESTION, "--layer", "-1", "--steps", 4, "--json", out, "--html", tmp_path / "trace.html")
+    assert (tmp_path / "trace.html").stat().st_size > 2_000_000  # with the script that draws
     for n in range(1, 9):
         assert f"\n{n}. " in f"\n{done.stdout}"
     assert "transformers' generate: equal" in done.stdout and "NOT equal" not in done.stdout
     data = json.loads(out.read_text(encoding="utf-8"))
+    jsonschema.validate(data, TRACE)
     assert len(data["decode"]["steps"]) == 4
     assert data["checks"]["equal_to_reference"]
     assert len(data["where"]) == 8
@@ -252,9 +270,18 @@ def test_the_command_without_weights(tmp_path, tiny):
         ([], "give a prompt"),
         (["--config-only", "qwen3-9b"], "qwen3-9b"),
         (["--config-only", "qwen3-8b", "--device-memory", "much"], "much"),
+        (["--config-only", "qwen3-8b", "--html", "a.html"], "--html shows an inference"),
+        (["hi", "--html", "no/such/a.html"], "no/such/a.html cannot be written: there is no such folder"),
+        (["hi", "--json", "/tmp"], "/tmp cannot be written: it is a folder"),
     ],
     ids=str,
 )
 def test_wrong_options(options, words):
     done = trace(*options, code=2)
     assert words in done.stderr and len(done.stderr.splitlines()) <= 2 and done.stdout == ""
+
+
+def test_without_plotly(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="not installed: pip install plotly"):
+        main(["hi", "--html", str(tmp_path / "a.html")])
