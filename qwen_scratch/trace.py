@@ -62,9 +62,8 @@ def main(argv: list[str]) -> int:
     from qwen_scratch import output
     from qwen_scratch.completion import stream
     from qwen_scratch.maps import maps
-    from qwen_scratch.page import page
     from qwen_scratch.sampling import SamplingParams
-    from qwen_scratch.transcript import transcript
+    from qwen_scratch.transcript import page, transcript
     from qwen_scratch.walk import walk
 
     if not args.raw:

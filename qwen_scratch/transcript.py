@@ -1,6 +1,9 @@
-"""A walk (walk.py) as text for a terminal, stage by stage, each with a sentence on what it shows."""
+"""A walk (walk.py) for people: as text for a terminal, stage by stage, and as a page that also draws its maps (maps.py)."""
 
+import json
+import re
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any
 
 from qwen_scratch.anatomy import readable
@@ -14,6 +17,17 @@ def transcript(walk: dict[str, Any]) -> str:
         body = (f"   {line}" for line in stage["text"].split("\n"))
         lines += [f"{number}. {stage['name']}   [{stage['place']}]", *body, ""]
     return "\n".join(lines).rstrip()
+
+
+def page(walk: dict[str, Any]) -> str:
+    """The page: one file that needs nothing else, not even a network, and shows what --json writes, `maps` included."""
+    from plotly.offline import get_plotlyjs
+
+    data = json.dumps({"numbers": walk, "stages": stages(walk)}, ensure_ascii=False, allow_nan=False)
+    html = files("qwen_scratch").joinpath("page.html").read_text(encoding="utf-8")
+    before, between, after = re.split(r"/\*(?:PLOTLY|DATA)\*/", html)
+    # In a script element a "<" of a token could end the script.
+    return before + get_plotlyjs() + between + data.replace("<", "\\u003c") + after
 
 
 def stages(walk: dict[str, Any]) -> list[dict[str, str]]:
