@@ -191,18 +191,6 @@ def decode_logits(model, ids, start):
     return torch.cat([model(torch.tensor([[i]]), cache=cache)[0] for i in ids[start:]])
 
 
-def test_trained_weights_in_float32(smollm2):
-    """Ten prompts of every kind, 64 greedy tokens each: the exact path's ids."""
-    (fast, tokenizer), exact = (
-        qwen_scratch.load(smollm2, "cpu", "float32"),
-        load_model(smollm2, "cpu", "float32", exact=True),
-    )
-    params = SamplingParams(temperature=0, max_new_tokens=64)
-    for prompt in CHAT[::2] + RAW[1::2]:
-        ours, expected = (complete(m, tokenizer, prompt, params, raw=prompt in RAW) for m in (fast, exact))
-        assert ours.token_ids == expected.token_ids, prompt
-
-
 def test_trained_weights_in_bfloat16(smollm2):
     """As near to the exact path, decoding, as that is to itself when it reads the same tokens as a prompt."""
     (fast, tokenizer), exact = (
