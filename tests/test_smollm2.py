@@ -55,6 +55,9 @@ RAW = [
 ]
 
 
+NEW_TOKENS = int(os.environ.get("QWEN_SCRATCH_NEW_TOKENS", "16"))
+
+
 def test_the_command_answers_and_stops(smollm2, generate):
     question = "What is the capital of France? Answer in one sentence."
     done = generate(question, "--model", smollm2, "--greedy")
@@ -67,17 +70,17 @@ def test_the_command_answers_and_stops(smollm2, generate):
     assert out["eos_token_ids"] == [2]
 
 
-@pytest.mark.parametrize(("dtype", "new"), [(torch.float32, 64), (torch.bfloat16, 16)], ids=str)
-def test_greedy_ids_equal_the_reference(smollm2, dtype, new):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_ids_equal_the_reference(smollm2, dtype):
     """20 prompts of every kind, by the reference's own loop on the very same input ids; in float32 by the fast path too."""
     model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True, dtype=dtype)
     fast = qwen_scratch.load_model(smollm2, device="cpu", dtype=dtype) if dtype == torch.float32 else None
     reference = Reference(smollm2, dtype)
-    params = SamplingParams(temperature=0, max_new_tokens=new)
+    params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS)
     lengths = []
     for prompt in CHAT + RAW:
         result = qwen_scratch.complete(model, tokenizer, prompt, params, raw=prompt in RAW)
-        assert result.token_ids == reference.generate(result.prompt_ids, new), prompt
+        assert result.token_ids == reference.generate(result.prompt_ids, NEW_TOKENS), prompt
         assert result.text == tokenizer.decode(result.token_ids)
         if fast is not None:
             theirs = qwen_scratch.complete(fast, tokenizer, prompt, params, raw=prompt in RAW)
@@ -90,7 +93,7 @@ def test_greedy_ids_equal_the_reference(smollm2, dtype, new):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_equal_the_reference(smollm2, dtype):
     model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True, dtype=dtype)
-    ids = torch.tensor([tokenizer.encode(LONG)])
+    ids = torch.tensor([tokenizer.encode(LONG)[:200]])
     assert torch.equal(model(ids), Reference(smollm2, dtype).logits(ids))
 
 
