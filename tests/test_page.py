@@ -19,6 +19,7 @@ from qwen_scratch.completion import stream
 from qwen_scratch.maps import SHOWN, maps, shown
 from qwen_scratch.observe import observe
 from qwen_scratch.trace import main
+from qwen_scratch.transcript import stages
 
 DEMO = Path(__file__).parents[1] / "weights" / "qwen3-demo"
 # Without these, Chromium itself calls home.
@@ -133,6 +134,73 @@ def test_the_page_shows_the_numbers(chat, open_page):
         text = page.locator(f"#{key}").inner_text()
         assert text.startswith(f"{n}. ") and place in text
     assert not page.locator("#left-out").inner_text()
+
+
+def test_the_page_names_what_it_shows(chat, open_page):
+    """Labels, hovers and sentences, each from the numbers they stand beside."""
+    html, data = chat
+    page = open_page(html)
+    tokens, steps, rows, inside = (
+        data["prompt"]["tokens"],
+        data["decode"]["steps"],
+        data["maps"]["layers"],
+        data["one_layer"],
+    )
+
+    def of(name, path):
+        return page.evaluate(f"document.getElementById('{name}').{path}")
+
+    def plain(text):
+        for mark, meant in (("␣", " "), ("⏎", "\n"), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")):
+            text = text.replace(mark, meant)
+        return text
+
+    names = [f"{token['text'] or token['piece']} {token['position']}" for token in tokens]
+    for chart, axes in (("attention", ("xaxis", "yaxis")), ("lens", ("xaxis",))):
+        for axis in axes:
+            assert [plain(text) for text in of(chart, f"layout.{axis}.ticktext")] == names
+        assert of(chart, "layout.yaxis.range[0]") > of(chart, "layout.yaxis.range[1]")  # the first on top
+    hover = of("attention", "data[0].text")
+    weight = data["maps"]["attention"][1][0][-1][3]
+    assert plain(hover[-1][3]) == f"{names[-1]} looks at {names[3]}: {100 * weight:.1f} %"
+    bar = of("attention", "data[0].colorbar")
+    assert [value**2 for value in bar["tickvals"]] == pytest.approx(
+        [float(text[:-2]) / 100 for text in bar["ticktext"]]
+    )
+    assert of("lens", "layout.yaxis.ticktext") == ["embedding", *map(str, range(len(rows) - 1))]
+    layers = of("norms", "layout.xaxis.tickvals")
+    assert of("norms", "layout.xaxis.ticktext") == ["E" if n == 0 else n - 1 for n in layers]
+    for row, texts, hovers in zip(rows, of("lens", "data[0].text"), of("lens", "data[0].hovertext"), strict=True):
+        for name, say, text, more in zip(names, row["says"], texts, hovers, strict=True):
+            if say["token"].isprintable() and len(say["token"]) <= 12:
+                assert plain(text) == say["token"]
+            assert plain(more).startswith(f"after {name}, ") and plain(more).endswith(f" {100 * say['prob']:.1f} %")
+    said = [row["says"][-1]["token_id"] for row in rows]
+    since = max((n + 1 for n, token in enumerate(said) if token != said[-1]), default=0)
+    sentence = page.locator("#next").inner_text()
+    assert sentence.startswith(f"Position {len(tokens) - 1}, ") and sentence.endswith(f"from layer {since - 1} on.")
+    assert f"{100 * rows[-1]['says'][-1]['prob']:.1f} %" in sentence
+    assert f"{inside['query_heads']} query heads share {inside['kv_heads']} key/value heads" in page.inner_text(
+        "#groups"
+    )
+    held = data["decode"]["bytes_per_token"], data["decode"]["bytes_per_token_if_every_head_had_its_own"]
+    assert all(f"{count / 1024:.1f} KiB" in page.inner_text("#growth") for count in held)
+    assert page.locator("#map-head option").all_inner_texts() == [
+        f"{look['head']} (keys and values {look['kv_head']})" for look in inside["looks"]
+    ]
+    assert of("cache", "data[2].y") == pytest.approx([step["after"] * held[1] / 2**20 for step in steps])
+    assert [int(text) for text in of("cache", "data[1].text")] == [step["after"] for step in steps]
+    assert plain(of("cache", "layout.xaxis.ticktext[1]")) == steps[0]["token"]
+    ways = [f"{way['way']} ({way['candidates']:,})" for way in reversed(data["sampling"])]
+    assert of("ways", "data[0].y") == ways
+    legend = [plain(name) for name in of("ways", "data.map(bar => bar.name)")]
+    assert legend == [*(f"“{token['token']}”" for token in data["logits"]["top"]), "all others"]
+    page.locator("#strip button.made").first.click()
+    assert page.inner_text("#token").startswith(f"Position {len(tokens)}, made: id {steps[0]['token_id']},")
+    about = f"{data['dtype']} on {data['device']}: a prompt of {len(tokens)} tokens, {len(steps)} made"
+    assert about in page.inner_text("#about")
+    for stage in stages(data):
+        assert page.locator(f"#{stage['key']} pre").text_content() == stage["text"]
 
 
 def test_the_selectors_change_the_picture(chat, open_page):
