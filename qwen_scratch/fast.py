@@ -85,7 +85,8 @@ class FastAttention(Attention):
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in parts[:2])
         bias = None if plain.q_proj.bias is None else torch.cat([part.bias for part in parts]).to(dtype)
         self.qkv_proj = make(joined([part.weight for part in parts], space), bias)
-        self.o_proj = make(plain.o_proj.weight, plain.o_proj.bias)
+        bias = None if plain.o_proj.bias is None else plain.o_proj.bias.to(dtype)
+        self.o_proj = make(plain.o_proj.weight, bias)
         self.norm: Tensor | None = None  # [H + K, hd]
         if isinstance(plain.q_norm, RMSNorm) and isinstance(plain.k_norm, RMSNorm):
             self.eps = plain.q_norm.eps

@@ -7,6 +7,7 @@ through the model (see fast.py).
 
 import functools
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,21 +30,26 @@ class Space:
     LARGE = 2**25  # bytes; malloc's own border is nowhere higher
 
     def __init__(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = [torch.empty(0, dtype=torch.uint8)] * 2
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of any content, good until the next call."""
+    def take(self, shape: Sequence[int], dtype: torch.dtype, place: int = 0) -> Tensor:
+        """A tensor of any content, good until the next call for the same place, 0 or 1."""
         size = math.prod(shape) * dtype.itemsize
         if size > self.LARGE:
             return torch.empty(shape, dtype=dtype)
-        if size > len(self.bytes):
-            self.bytes = torch.empty(size, dtype=torch.uint8)
-        return self.bytes[:size].view(dtype).view(shape)
+        if size > len(self.bytes[place]):
+            self.bytes[place] = torch.empty(size, dtype=torch.uint8)
+        return self.bytes[place][:size].view(dtype).view(shape)
 
     def cast(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """The whole weight, copied only where its dtype is another one; good until the next call too."""
         whole: Tensor = weight[:]
         return whole if whole.dtype == dtype else self.take(whole.shape, dtype).copy_(whole)
+
+
+def own_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that lie beside the heap: among what comes and goes there, pieces that stay would leave holes."""
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 class HeldLinear(nn.Linear):
@@ -95,7 +101,7 @@ class PlainLinear(HeldLinear):
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, space: Space) -> None:
         super().__init__(weight, bias)
-        self.plain = weight[:].to(dtype, copy=True)
+        self.plain = own_memory(weight.shape, dtype).copy_(weight[:])
         self.held_bytes = self.plain.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +120,7 @@ class Int8Linear(HeldLinear):
     def __init__(self, weight: Weight, bias: Tensor | None, space: Space) -> None:
         super().__init__(weight, bias)
         whole = space.take(weight.shape, torch.int8)
-        self.scale = round_to_int8(weight, whole, torch.float32)
+        self.scale = round_to_int8(weight, whole, torch.float32, space)
         self.packed = torch.ops.onednn.qlinear_prepack(whole, [2, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int32)  # a symmetric scale has its zero at 0
         self.held_bytes = self.out_features * (self.in_features + 4)
@@ -143,8 +149,9 @@ class Int8WeightLinear(HeldLinear):
     def __init__(self, weight: Weight, bias: Tensor | None, space: Space) -> None:
         super().__init__(weight, bias)
         self.more_in, more_out = -self.in_features % self.BLOCK, -self.out_features % self.BLOCK
-        self.whole = torch.zeros(self.out_features + more_out, self.in_features + self.more_in, dtype=torch.int8)
-        self.scale = round_to_int8(weight, self.whole[: self.out_features, : self.in_features], torch.bfloat16)
+        self.whole = own_memory((self.out_features + more_out, self.in_features + self.more_in), torch.int8)
+        inner = self.whole[: self.out_features, : self.in_features]
+        self.scale = round_to_int8(weight, inner, torch.bfloat16, space)
         self.scale = F.pad(self.scale, (0, more_out))
         self.held_bytes = self.whole.nbytes + self.scale.nbytes
 
@@ -157,12 +164,13 @@ class Int8WeightLinear(HeldLinear):
         return self.finished(y, x)
 
 
-def round_to_int8(weight: Weight, whole: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_int8(weight: Weight, whole: Tensor, dtype: torch.dtype, space: Space) -> Tensor:
     """Fill `whole` [out, in] int8; return the scales [out] in this dtype."""
     scale = torch.empty(len(whole), dtype=dtype)
     for part in row_blocks(weight):
-        rows = weight[part].to(torch.float32, copy=True)
-        scale[part] = step_size(rows.abs().amax(1))
+        stored = weight[part]
+        rows = space.take(stored.shape, torch.float32, 1).copy_(stored)
+        scale[part] = step_size(torch.maximum(rows.amax(1), -rows.amin(1)))
         whole[part] = (
             rows.div_(scale[part, None]).round_().clamp_(-127, 127)
         )  # a scale that was rounded may be too small
@@ -187,7 +195,7 @@ class Int4Linear(HeldLinear):
             -self.out_features % self.BLOCK,
         )  # the rest up to whole groups
         outputs, groups = self.out_features + more_out, (self.in_features + self.more_in) // group
-        self.packed = torch.empty(outputs, groups * group // 2, dtype=torch.uint8)
+        self.packed = own_memory((outputs, groups * group // 2), torch.uint8)
         # of each group: its scale, and what n = 8 stands for
         self.scales = torch.empty(groups, outputs, 2, dtype=torch.bfloat16)
         for block in row_blocks(weight):

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     from qwen_scratch.completion import stream
     from qwen_scratch.maps import maps
     from qwen_scratch.sampling import SamplingParams
-    from qwen_scratch.transcript import page, transcript
+    from qwen_scratch.transcript import as_json, page, transcript
     from qwen_scratch.walk import walk
 
     if not args.raw:
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     if args.html:
         args.html.write_text(page(numbers), encoding="utf-8")
     if args.json:
-        args.json.write_text(json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        args.json.write_text(as_json(numbers) + "\n", encoding="utf-8")
     return cli.ANSWERED
 
 
@@ -95,6 +95,8 @@ def check_files(args: argparse.Namespace) -> None:
     for file in (args.html, args.json):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise InputError(f"{file} cannot be written: {'it is a' if file.is_dir() else 'there is no such'} folder")
+    if args.html is not None and args.html == args.json:
+        raise InputError("--html and --json name the same file")
     if args.html is not None and args.config_only is not None:
         raise InputError("--html shows an inference, which --config-only does not make")
     if args.html is not None and importlib.util.find_spec("plotly") is None:

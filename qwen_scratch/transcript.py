@@ -1,6 +1,7 @@
 """A walk (walk.py) for people: as text for a terminal, stage by stage, and as a page that also draws its maps (maps.py)."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from importlib.resources import files
@@ -23,11 +24,24 @@ def page(walk: dict[str, Any]) -> str:
     """The page: one file that needs nothing else, not even a network, and shows what --json writes, `maps` included."""
     from plotly.offline import get_plotlyjs
 
-    data = json.dumps({"numbers": walk, "stages": stages(walk)}, ensure_ascii=False, allow_nan=False)
+    data = as_json({"numbers": walk, "stages": stages(walk)})
     html = files("qwen_scratch").joinpath("page.html").read_text(encoding="utf-8")
     before, between, after = re.split(r"/\*(?:PLOTLY|DATA)\*/", html)
     # In a script element a "<" of a token could end the script.
     return before + get_plotlyjs() + between + data.replace("<", "\\u003c") + after
+
+
+def as_json(data: Any) -> str:
+    """What is not finite becomes null: JSON knows no infinity."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [finite(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(data), ensure_ascii=False, allow_nan=False)
 
 
 def stages(walk: dict[str, Any]) -> list[dict[str, str]]:

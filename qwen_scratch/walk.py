@@ -43,6 +43,7 @@ def walk(model: Qwen, tokenizer: Tokenizer, result: Completion, layer: int, step
         steps: tokens to make, at least 1; fewer come where the model ends its answer.
     """
     ids = result.prompt_ids
+    text = result.rendered_prompt if not result.notices else "".join(map(tokenizer.label, ids))  # it may have been cut
     layer %= model.config.num_hidden_layers
     seen: dict[tuple[str, int | None], Tensor] = {}
     cache = KVCache(model.config, 1, len(ids) + steps, device=model.device, dtype=model.dtype)
@@ -60,7 +61,7 @@ def walk(model: Qwen, tokenizer: Tokenizer, result: Completion, layer: int, step
     decoded = decode(model, tokenizer, cache, logits[-1], result.eos_token_ids, steps, prefill_s)
     return {
         "where": STAGES,
-        "prompt": {"text": result.rendered_prompt, "tokens": tokens(tokenizer, ids)},
+        "prompt": {"text": text, "tokens": tokens(tokenizer, ids)},
         "embedding": embedding(seen["embedding", None][0], model),
         "layers": layers(seen, model),
         "one_layer": one_layer(seen, model, layer, tokenizer, ids),
@@ -248,7 +249,7 @@ def sampling(logits: Tensor, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         "top-k 50": keep_top_k(scores, 50),
         "top-p 0.9": keep_top_p(scores, 0.9),
         "min-p 0.05": keep_min_p(scores, 0.05),
-        "greedy": keep_top_k(scores, 1),
+        "greedy": scores.masked_fill(torch.arange(len(scores), device=scores.device) != scores.argmax(), -torch.inf),
     }
     report = []
     for name, kept in ways.items():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from builders import save_tiny
+from safetensors.torch import load_file, save_file
 from test_smollm2 import CHAT, RAW
 
 import qwen_scratch
@@ -142,6 +143,28 @@ def test_weights_are_counted_as_they_are_held(tiny, tmp_path):
     tied, untied = (weight_bytes(load_model(folder, "cpu", "float32", quantize="int8")) for folder in both)
     embedding = load_model(both[1], "cpu", "float32").model.embed_tokens.weight
     assert untied - tied == embedding.nbytes  # beside the head in 8 bits, which both have
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "float32"), ("float16", "bfloat16"), ("mixed", "float16")])
+def test_weights_of_another_dtype_than_the_models(family, tmp_path, stored, dtype, quantize):
+    """Also where a file mixes them; biases, norms and what is looked up are cast."""
+    folder = (
+        save_tiny(tmp_path / "m", family, attention_bias=True)
+        if family == "qwen3"
+        else save_tiny(tmp_path / "m", family)
+    )
+    for file in folder.glob("*.safetensors"):
+        kinds = [torch.bfloat16, torch.float32, torch.float16] if stored == "mixed" else [getattr(torch, stored)]
+        tensors = {name: tensor.to(kinds[n % len(kinds)]) for n, (name, tensor) in enumerate(load_file(file).items())}
+        save_file(tensors, file, {"format": "pt"})
+    model, exact = load_model(folder, "cpu", dtype, quantize=quantize), load_model(folder, "cpu", "float32", exact=True)
+    expected = exact(torch.tensor([IDS]))
+    cache = KVCache(model.config, 1, 10, dtype=model.dtype)
+    ours = torch.cat([model(part, cache=cache) for part in torch.tensor([IDS]).split((9, 1), 1)], 1)
+    assert ours.dtype == getattr(torch, dtype)
+    bound = {None: 1e-5 if (stored, dtype) == ("bfloat16", "float32") else 0.1, "int8": 0.2, "int4": 1.0}[quantize]
+    near(ours.float(), expected, bound)
 
 
 MEASURE = """

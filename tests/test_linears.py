@@ -111,6 +111,9 @@ def test_int4(shape, dtype, group, monkeypatch):
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     weight[3] = 0
     layer = Int4Linear(weight, bias, group)
+    blocks = -(-shape[0] // 64) * 64 * -(-shape[1] // group)  # of one group each, with those that fill up
+    assert layer.held_bytes == blocks * (group // 2 + 4)
+    assert linears.HELD_BYTES["int4" if group == 64 else "int4-128"] == (group // 2 + 4) / group
     assert linears.packed_half() or torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2")
     padded = F.pad(weight.float(), (0, -shape[1] % group)).view(shape[0], -1, group)
     step = (padded.amax(2) - padded.amin(2)) / 15  # [out, groups]
@@ -151,7 +154,8 @@ def test_a_space_is_used_again_unless_it_is_large(monkeypatch):
     assert a.data_ptr() == b.data_ptr()
     monkeypatch.setattr(Space, "LARGE", 100)
     assert space.take((101,), torch.int8).data_ptr() != a.data_ptr()
-    assert len(space.bytes) == 128
+    assert len(space.bytes[0]) == 128
+    assert space.take((4, 8), torch.float32, 1).data_ptr() != space.take((4, 8), torch.float32).data_ptr()
 
 
 def test_what_cannot_be_done_is_refused_by_name(monkeypatch):

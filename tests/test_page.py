@@ -151,7 +151,15 @@ def test_the_page_names_what_it_shows(chat, open_page):
         return page.evaluate(f"document.getElementById('{name}').{path}")
 
     def plain(text):
-        for mark, meant in (("␣", " "), ("⏎", "\n"), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")):
+        for mark, meant in (
+            ("\u2068", ""),
+            ("\u2069", ""),
+            ("␣", " "),
+            ("⏎", "\n"),
+            ("&lt;", "<"),
+            ("&gt;", ">"),
+            ("&amp;", "&"),
+        ):
             text = text.replace(mark, meant)
         return text
 

@@ -21,8 +21,8 @@ from qwen_scratch.loading import shapes_only
 from qwen_scratch.maps import attention_weights
 from qwen_scratch.observe import observe
 from qwen_scratch.trace import main
-from qwen_scratch.transcript import MANY, transcript
-from qwen_scratch.walk import checks, walk
+from qwen_scratch.transcript import MANY, as_json, transcript
+from qwen_scratch.walk import checks, sampling, walk
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "weights" / "qwen3-demo"
@@ -163,12 +163,17 @@ def test_the_numbers_are_the_models_own(source, layer, request):
     near(inside["mix"]["first"], mix[-1, :4].tolist())
     near(inside["value"]["first"], seen["v", n][-1, :4].tolist())
     assert inside["mix_shape"] == [1, len(ids), H * hd]
-    near(inside["gate_up"]["first"], seen["gate_up", n][-1, :4].tolist())
+    for op in ("gate", "gate_up", "down"):
+        near(inside[op]["first"], seen[op, n][-1, :4].tolist())
 
 
 def test_the_prediction():
     model, _, prepared, data = walked(DEMO, QUESTION)
-    logits = model(torch.tensor([prepared.prompt_ids]))[0]
+    seen = []
+    with model.model.norm.register_forward_hook(lambda module, args, out: seen.append(out[0])):
+        logits = model(torch.tensor([prepared.prompt_ids]))[0]
+    (normed,) = seen
+    near(data["logits"]["final_norm"]["first"], normed[-1, :4].tolist())
     near([data["logits"]["largest"], data["logits"]["smallest"]], [float(logits[-1].max()), float(logits[-1].min())])
     assert data["logits"]["shape"] == list(logits.shape)
     best = logits[-1].softmax(-1).topk(5)
@@ -187,6 +192,11 @@ def test_tokens_and_cache_step_by_step():
     assert [(step["before"], step["after"]) for step in steps] == [(0, T)] + [(T + n, T + n + 1) for n in range(6)]
     K, hd = model.config.num_key_value_heads, model.config.head_dim
     assert [step["cache"] for step in steps] == [[1, K, T + n, hd] for n in range(7)]
+    whole = torch.tensor([prepared.prompt_ids + made])
+    probs = model(whole)[0, T - 1 : -1].softmax(-1)
+    near([step["prob"] for step in steps], [float(row[i]) for row, i in zip(probs, made, strict=True)])
+    assert [step["bytes"] for step in steps] == [len(tokenizer.token_bytes(i)) for i in made]
+    assert data["decode"]["bytes_at_full_context"] == data["decode"]["bytes_per_token"] * model.config.context_length
     assert data["decode"]["bytes_per_token"] == 2 * model.config.num_hidden_layers * K * hd * 4
     assert data["checks"]["equal_without_cache"] and data["checks"]["equal_to_complete"]
     assert not data["decode"]["ended"]
@@ -272,6 +282,7 @@ def test_the_command_without_weights(tmp_path, tiny):
         (["--config-only", "qwen3-8b", "--device-memory", "much"], "much"),
         (["--config-only", "qwen3-8b", "--html", "a.html"], "--html shows an inference"),
         (["hi", "--html", "no/such/a.html"], "no/such/a.html cannot be written: there is no such folder"),
+        (["hi", "--json", "a", "--html", "a"], "name the same file"),
         (["hi", "--json", "/tmp"], "/tmp cannot be written: it is a folder"),
     ],
     ids=str,
@@ -279,6 +290,28 @@ def test_the_command_without_weights(tmp_path, tiny):
 def test_wrong_options(options, words):
     done = trace(*options, code=2)
     assert words in done.stderr and len(done.stderr.splitlines()) <= 2 and done.stdout == ""
+
+
+def test_what_is_not_finite_is_null():
+    assert json.loads(as_json({"a": [1.5, -math.inf, {"b": math.nan}], "c": "NaN"})) == {
+        "a": [1.5, None, {"b": None}],
+        "c": "NaN",
+    }
+
+
+def test_a_prompt_that_was_cut_is_shown_as_it_went_in():
+    model, tokenizer = load(DEMO, "cpu", exact=True)
+    cut = stream(
+        model, tokenizer, "What is 347 + 586? " * 9, SamplingParams(max_new_tokens=2), max_context=40, truncate=True
+    )
+    data = walk(model, tokenizer, cut.result, 0, 2)
+    assert data["prompt"]["text"] == "".join(token["text"] or token["piece"] for token in data["prompt"]["tokens"])
+    assert len(data["prompt"]["tokens"]) < 40
+
+
+def test_greedy_keeps_one_of_a_tie():
+    rows = {row["way"]: row for row in sampling(torch.tensor([1.0, 3, 3, 0, 3, 2]), load(DEMO, "cpu", exact=True)[1])}
+    assert rows["greedy"]["candidates"] == 1 and rows["greedy"]["top"][0]["prob"] == 1
 
 
 def test_without_plotly(monkeypatch, tmp_path):
