@@ -72,13 +72,14 @@ def test_the_command_answers_and_stops(smollm2, generate):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_ids_equal_the_reference(smollm2, dtype):
-    """20 prompts of every kind, by the reference's own loop on the very same input ids; in float32 by the fast path too."""
+    """By the reference's own loop on the very same input ids: 20 prompts of every kind in float32, by the fast path too; and
+    ten of the short ones in bfloat16, which many CPUs emulate slowly."""
     model, tokenizer = qwen_scratch.load(smollm2, device="cpu", exact=True, dtype=dtype)
     fast = qwen_scratch.load_model(smollm2, device="cpu", dtype=dtype) if dtype == torch.float32 else None
     reference = Reference(smollm2, dtype)
     params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS)
     lengths = []
-    for prompt in CHAT + RAW:
+    for prompt in CHAT + RAW if dtype == torch.float32 else CHAT[::2] + RAW[::2]:
         result = qwen_scratch.complete(model, tokenizer, prompt, params, raw=prompt in RAW)
         assert result.token_ids == reference.generate(result.prompt_ids, NEW_TOKENS), prompt
         assert result.text == tokenizer.decode(result.token_ids)
@@ -86,8 +87,7 @@ def test_greedy_ids_equal_the_reference(smollm2, dtype):
             theirs = qwen_scratch.complete(fast, tokenizer, prompt, params, raw=prompt in RAW)
             assert theirs.token_ids == result.token_ids, prompt
         lengths.append(len(result.prompt_ids))
-    assert len(lengths) == 20
-    assert max(lengths) >= 600
+    assert dtype != torch.float32 or (len(lengths) == 20 and max(lengths) >= 600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
