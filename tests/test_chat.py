@@ -46,6 +46,7 @@ class Terminal:
             dimensions=(40, 400),
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # even if the suite itself ignores Ctrl-C
         )
+        self.process.delaybeforesend = 0.3  # a busy machine shows its prompt before it is ready to read
         self.greeting = self.until_prompt()
 
     def until_prompt(self):
