@@ -64,6 +64,14 @@ class Checkpoint:
         dtype = FLOATS.get(stored[0].dtype, torch.float32) if stored else torch.float32
         return dtype if dtype in DTYPES.values() else torch.float32
 
+    @property
+    def widest(self) -> torch.dtype:
+        """What the matrices are stored in, at most."""
+        dtypes = {
+            FLOATS.get(place.dtype) for places in self.tensors.values() for place in places if len(place.shape) > 1
+        }
+        return max(filter(None, dtypes), key=lambda dtype: dtype.itemsize, default=torch.float32)
+
 
 def open_checkpoint(folder: str | Path, headers: dict[Path, Header] | None = None) -> Checkpoint:
     """Read a checkpoint folder's small files and its shards' headers; no weights yet.
@@ -178,15 +186,15 @@ def read_tensors(
 
 
 class Rows:
-    """A matrix in a file, cast to `dtype` and read some rows at a time, by slices.
+    """A matrix in a file, read some rows at a time, by slices.
 
     Every few megabytes the file is mapped anew, so that the pages which have been read can go again.
     """
 
     FRESH = 2**25  # bytes
 
-    def __init__(self, place: Stored, dtype: torch.dtype) -> None:
-        self.place, self.dtype, self.shape = place, dtype, torch.Size(place.shape)
+    def __init__(self, place: Stored) -> None:
+        self.place, self.shape = place, torch.Size(place.shape)
         self.shard: Any = None
         self.read = 0
 
@@ -197,13 +205,13 @@ class Rows:
         self.read += rows.nbytes
         if self.read > self.FRESH:
             self.shard, self.read = None, 0
-        return rows.to(self.dtype)
+        return rows
 
 
-def head_rows(checkpoint: Checkpoint, dtype: torch.dtype) -> Rows:
+def head_rows(checkpoint: Checkpoint) -> Rows:
     """The head's weight [V, D], also where it is the embedding."""
     name = "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
-    return Rows(checkpoint.tensors[name][0], dtype)
+    return Rows(checkpoint.tensors[name][0])
 
 
 def settle_head(checkpoint: Checkpoint) -> Checkpoint:

@@ -11,12 +11,15 @@ between the plain path and that limit, and what is done about it here:
 - attention that repeats each key/value head for its queries: there the queries of a group are taken as rows instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from qwen_scratch.cache import KVCache
 from qwen_scratch.linears import HeldLinear, Kinds, MakeLinear, Space, Weight
@@ -194,25 +197,35 @@ def joined(weights: list[Tensor], space: Space) -> Tensor:
     return torch.cat(weights, out=space.take(shape, dtypes.pop() if len(dtypes) == 1 else torch.float32))
 
 
-def accelerate(model: Qwen, head: Weight, kinds: Kinds, dtype: torch.dtype) -> None:
-    """Replace the parts of a loaded model, one after the other, so that both forms are never held at once.
+def accelerate(model: Qwen, head: Weight, kinds: Kinds, dtype: torch.dtype, progress: bool = False) -> None:
+    """Replace the parts of a loaded model, each by itself, so that both forms of all are never held at once.
 
     Args:
         model: as its weights are stored, on the CPU. The embedding stays so, to be looked up row by row.
         head: [V, D], the head's weight; where that is tied, read apart from the embedding, so that its pages can go again.
         kinds: what makes the linear layers.
         dtype: to run in.
+        progress: show a bar on stderr where this takes more than a second.
     """
-    model.lm_head = kinds.head(head, None)
     space = Space()
     backbone: Any = model.model  # other classes than it was made with take the same places
     backbone.embed_tokens = StoredEmbedding(backbone.embed_tokens, dtype)
-    for block in backbone.layers:
+    backbone.norm = FastNorm(backbone.norm, dtype)
+
+    def replace_head() -> None:
+        model.lm_head = kinds.head(head, None)
+
+    def replace(block: Any) -> None:
         block.self_attn = FastAttention(block.self_attn, kinds.inner, dtype, space)
         block.mlp = FastMLP(block.mlp, kinds.inner, space)
         block.input_layernorm = FastNorm(block.input_layernorm, dtype)
         block.post_attention_layernorm = FastNorm(block.post_attention_layernorm, dtype)
-    backbone.norm = FastNorm(backbone.norm, dtype)
+
+    jobs: list[Callable[[], None]] = [replace_head, *(partial(replace, block) for block in backbone.layers)]
+    with ThreadPoolExecutor(kinds.makers) as pool:
+        done = (pool.map if kinds.makers > 1 else map)(lambda job: job(), jobs)
+        for _ in tqdm(done, "packing", len(jobs), leave=False, unit="layer", delay=1, disable=not progress):
+            pass
 
 
 def weight_bytes(model: Qwen) -> int:

@@ -8,6 +8,7 @@ through the model (see fast.py).
 import functools
 import math
 import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,10 +22,10 @@ from qwen_scratch.errors import InputError
 Weight = Tensor | Rows  # [out, in]
 
 
-class Space:
+class Space(threading.local):
     """Memory that is used again and again: fresh pieces between the ones that stay would leave holes in the heap.
 
-    Large pieces are fresh all the same, because the system gets those back whole.
+    Each thread has its own. Large pieces are fresh all the same, because the system gets those back whole.
     """
 
     LARGE = 2**25  # bytes; malloc's own border is nowhere higher
@@ -94,12 +95,44 @@ class PackedLinear(HeldLinear):
         return y
 
 
+class HalfLinear(HeldLinear):
+    """A 16-bit weight as float16, multiplied in float32: half the bytes to read, and every number is still what it was.
+
+    A weight is held times a power of two, for which its largest number is just within float16. Of bfloat16 all bits are kept
+    then, but of numbers below 2**-32 of the largest; those are off by 2**-40 of it at most. A large weight is packed in pieces,
+    each with its own power, so that only one at a time takes the memory of float32.
+    """
+
+    PIECE = 2**24  # numbers
+
+    def __init__(self, weight: Weight, bias: Tensor | None, space: Space) -> None:
+        super().__init__(weight, bias)
+        self.pieces = []
+        for part in row_blocks(weight, self.PIECE):
+            stored = weight[part]
+            wide = space.take(stored.shape, torch.float32).copy_(stored)
+            largest = float(torch.maximum(wide.amax(), -wide.amin()))
+            # What is not finite has to show in what comes out, and not become the largest number that there is.
+            scale = 2.0 ** (math.frexp(largest)[1] - 16) if math.isfinite(largest) else largest
+            self.pieces.append((scale, torch.ops.quantized.linear_prepack_fp16(wide.div_(scale), None)))
+        self.held_bytes = self.out_features * self.in_features * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [torch.ops.quantized.linear_dynamic_fp16(x * scale, packed) for scale, packed in self.pieces]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return y if self.bias is None else y + self.bias
+
+    def equal_rows(self, x: Tensor) -> Tensor:
+        y: Tensor = self(x)  # both: quicker than one
+        return y
+
+
 class PlainLinear(HeldLinear):
     """The weight as it is, for 16-bit numbers that this CPU has no kernel for: more than a few rows are quicker in float32."""
 
     MANY = 20  # rows
 
-    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, space: Space) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias)
         self.plain = own_memory(weight.shape, dtype).copy_(weight[:])
         self.held_bytes = self.plain.nbytes
@@ -253,10 +286,10 @@ def step_size(largest: Tensor) -> Tensor:
     return largest.clamp(min=1e-30) / 127
 
 
-def row_blocks(weight: Weight) -> Iterator[slice]:
+def row_blocks(weight: Weight, numbers: int = 2**18) -> Iterator[slice]:
     """A weight in parts: whole, it would take twice its memory as float32, and small parts stay in the cache meanwhile."""
     rows, width = weight.shape
-    size = max(2**18 // width // 64, 1) * 64
+    size = max(numbers // width // 64, 1) * 64
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -273,13 +306,20 @@ class Kinds(NamedTuple):
 
     inner: MakeLinear
     head: MakeLinear
+    held_bytes: float  # that a weight inside takes
+    makers: int = 1  # threads that may be at it side by side, where one layer is one thread's work
 
 
-def choose_linears(quantize: str | None, device: torch.device, dtype: torch.dtype) -> Kinds | None:
+def choose_linears(quantize: str | None, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Kinds | None:
     """The linear layers to use, or None where this torch has no quick ones for this kind of number.
 
     The head is never held in 4 bits: that would cost a third of what quality is lost, and save little time, as the kernel for 4
     bits is limited by its arithmetic.
+
+    Args:
+        quantize: what --quantize says.
+        device, dtype: to run on and in.
+        stored: dtype of the weights in the file.
 
     Raises:
         InputError: `quantize` is unknown, or cannot be done on this device and in this dtype.
@@ -290,10 +330,14 @@ def choose_linears(quantize: str | None, device: torch.device, dtype: torch.dtyp
     if device.type == "cpu":
         space = Space()
         packed = functools.partial(PackedLinear, dtype=dtype, space=space)
-        plain = functools.partial(PlainLinear, dtype=dtype, space=space)
-        int8, int8_weight = (functools.partial(kind, space=space) for kind in (Int8Linear, Int8WeightLinear))
+        plain = functools.partial(PlainLinear, dtype=dtype)
+        half, int8, int8_weight = (
+            functools.partial(kind, space=space) for kind in (HalfLinear, Int8Linear, Int8WeightLinear)
+        )
         if quantize:
             kinds: list[MakeLinear] = [int8, int8_weight] if has_kernels(dtype) else [int8_weight]
+        elif dtype == torch.float32:
+            kinds = [half, packed] if stored.itemsize == 2 else [packed]
         else:
             kinds = [packed] if has_kernels(dtype) else [plain]
         head = first_that_works(kinds, dtype)
@@ -301,7 +345,11 @@ def choose_linears(quantize: str | None, device: torch.device, dtype: torch.dtyp
         if quantize in GROUPS:
             inner = first_that_works([functools.partial(Int4Linear, group=GROUPS[quantize])], dtype)
         if inner is not None and head is not None:
-            return Kinds(inner, head)
+            if quantize:
+                return Kinds(inner, head, HELD_BYTES[quantize])
+            if head is half:
+                return Kinds(inner, head, 2, min(torch.get_num_threads(), 4))  # each takes memory for what it works on
+            return Kinds(inner, head, dtype.itemsize)
         reason = f"this torch has no kernel for it in {str(dtype).removeprefix('torch.')}"
     if quantize is not None:
         raise InputError(f"--quantize {quantize} is not possible here: {reason}")

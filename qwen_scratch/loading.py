@@ -15,7 +15,7 @@ from qwen_scratch.checkpoint import head_rows, load_weights, open_checkpoint, se
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
 from qwen_scratch.fast import FastQwen, accelerate
-from qwen_scratch.linears import HELD_BYTES, choose_linears
+from qwen_scratch.linears import choose_linears
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -67,9 +67,9 @@ def load_model(
     device = choose_device(device)
     checkpoint = settle_head(open_checkpoint(find(ref, revision).folder))
     dtype = choose_dtype(dtype, checkpoint.dtype, device)
-    kinds = None if exact else choose_linears(quantize, device, dtype)
+    kinds = None if exact else choose_linears(quantize, device, dtype, checkpoint.widest)
     config = checkpoint.config
-    need = config.num_parameters * (HELD_BYTES[quantize] if quantize else dtype.itemsize)
+    need = config.num_parameters * (kinds.held_bytes if kinds else dtype.itemsize)
     if kinds and need > 0.9 * available_memory():
         if quantize:
             raise InputError(
@@ -85,7 +85,7 @@ def load_model(
         load_weights(model, checkpoint, device, None if kinds else dtype, progress, to_be_copied=kinds is not None)
         if kinds and isinstance(model, FastQwen):
             model.quantize = quantize
-            accelerate(model, head_rows(checkpoint, dtype), kinds, dtype)
+            accelerate(model, head_rows(checkpoint), kinds, dtype, progress)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

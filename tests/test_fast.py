@@ -14,7 +14,7 @@ import qwen_scratch
 from qwen_scratch import KVCache, SamplingParams, complete, complete_batch, load_model
 from qwen_scratch.errors import InputError
 from qwen_scratch.fast import weight_bytes
-from qwen_scratch.linears import PackedLinear
+from qwen_scratch.linears import HalfLinear, HeldLinear, PackedLinear
 
 IDS = [3, 141, 59, 26, 53, 58, 97, 93, 12, 77]
 SHAPES = [
@@ -143,6 +143,38 @@ def test_weights_are_counted_as_they_are_held(tiny, tmp_path):
     tied, untied = (weight_bytes(load_model(folder, "cpu", "float32", quantize="int8")) for folder in both)
     embedding = load_model(both[1], "cpu", "float32").model.embed_tokens.weight
     assert untied - tied == embedding.nbytes  # beside the head in 8 bits, which both have
+
+
+def test_16_bit_weights_are_held_as_such_in_float32(tiny_copy, monkeypatch):
+    """Where all of them are, made by one thread or several; a single matrix with more bits, and none is."""
+
+    def stored_as(kinds):
+        (file,) = tiny_copy.glob("*.safetensors")
+        tensors = load_file(file)
+        save_file({name: tensor.to(kinds(name)) for name, tensor in tensors.items()}, file, {"format": "pt"})
+        return load_model(tiny_copy, "cpu", "float32")
+
+    ids = torch.tensor([IDS])
+    wide = stored_as(lambda name: torch.float32 if "down_proj" in name else torch.bfloat16)
+    assert {type(part) for part in wide.modules() if isinstance(part, HeldLinear)} == {PackedLinear}
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    several = stored_as(lambda _: torch.bfloat16)
+    assert {type(part) for part in several.modules() if isinstance(part, HeldLinear)} == {HalfLinear}
+    near(several(ids), load_model(tiny_copy, "cpu", "float32", exact=True)(ids))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert torch.equal(load_model(tiny_copy, "cpu", "float32")(ids), several(ids))
+    half, quarter = weight_bytes(wide), weight_bytes(several)
+    assert half == pytest.approx(2 * quarter, rel=0.01)
+
+
+def test_what_a_thread_cannot_do_is_the_callers_error(tiny, monkeypatch):
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    monkeypatch.setattr("qwen_scratch.fast.FastMLP", full)
+    with pytest.raises(RuntimeError, match="out of memory on cpu"):
+        load_model(tiny, "cpu", "float32")
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])

@@ -1,5 +1,7 @@
 """The linear layers in their own forms, each against a plain product of what it says it holds."""
 
+import platform
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from qwen_scratch import linears
 from qwen_scratch.errors import InputError
 from qwen_scratch.linears import (
+    HalfLinear,
     Int4Linear,
     Int8Linear,
     Int8WeightLinear,
@@ -52,37 +55,88 @@ def check(layer, weight, bias, dtype, bound):
     near(two, F.linear(x.float(), weight, bias.float()), bound)
 
 
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels for x86")
+
+
 def test_every_cpu_has_quick_layers():
     """Those without kernels for 16-bit numbers, or with 8-bit products that overflow, get others."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         quick = linears.has_kernels(dtype)
-        assert choose_linears(None, CPU, dtype).head.func is (PackedLinear if quick else PlainLinear)
+        for stored in (torch.float32, torch.bfloat16):
+            kinds = choose_linears(None, CPU, dtype, stored)
+            assert kinds.head is kinds.inner
+            assert kinds.held_bytes == min(dtype.itemsize, stored.itemsize) or kinds.head.func is PackedLinear
+            if dtype != torch.float32:
+                assert kinds.head.func is (PackedLinear if quick else PlainLinear)
+            elif stored == torch.float32 or platform.machine() != "x86_64":
+                assert kinds.head.func is PackedLinear
+            else:
+                assert kinds.head.func is HalfLinear
         for quantize in linears.HELD_BYTES:
-            kinds = choose_linears(quantize, CPU, dtype)
+            kinds = choose_linears(quantize, CPU, dtype, dtype)
             assert kinds.head.func in ((Int8Linear, Int8WeightLinear) if quick else (Int8WeightLinear,))
             assert kinds.inner.func is (kinds.head.func if quantize == "int8" else Int4Linear)
+            assert kinds.held_bytes == linears.HELD_BYTES[quantize]
 
 
 @DTYPES
 @pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
 def test_weights_as_they_are(shape, dtype, kind):
     if kind is PackedLinear and not linears.has_kernels(dtype):
-        assert choose_linears(None, CPU, dtype).head.func is PlainLinear
-        return
+        return  # then it is not used
+    more = (dtype, Space()) if kind is PackedLinear else (dtype,)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     kept = weight.clone()
-    layer = kind(weight, bias, dtype, Space())
+    layer = kind(weight, bias, *more)
     assert layer.held_bytes == weight.nbytes
     weight.zero_()  # its memory is used again
     check(layer, kept.float(), bias, dtype, rounding(dtype))
-    check(kind(kept, None, dtype, Space()), kept.float(), bias * 0, dtype, rounding(dtype))
+    check(kind(kept, None, *more), kept.float(), bias * 0, dtype, rounding(dtype))
+
+
+@X86
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("piece", [2**24, 4096])
+def test_16_bits_in_float32(stored, piece, monkeypatch):
+    monkeypatch.setattr(HalfLinear, "PIECE", piece)
+    for shape in ((48, 64), (70, 100), (5, 320), (200, 64)):
+        weight, bias = torch.randn(shape).to(stored), torch.randn(shape[0])
+        kept = weight.clone()
+        layer = HalfLinear(weight, bias, Space())
+        assert layer.held_bytes == weight.nbytes
+        weight.zero_()
+        check(layer, kept.float(), bias, torch.float32, 2e-6)
+        check(HalfLinear(kept, None, Space()), kept.float(), bias * 0, torch.float32, 2e-6)
+    assert len(layer.pieces) == (1 if piece > 4096 else 4)
+
+
+@X86
+@pytest.mark.parametrize("largest", [1e-20, 0.03, 1.0, 7.7, 3e5, 1e30])
+def test_float16_holds_all_bits_of_bfloat16(largest):
+    """In a range of 2**32, with powers of two on either side; what is smaller is nothing beside the largest."""
+    weight = (torch.randn(64, 50) * 2.0 ** -torch.arange(50) * largest).bfloat16().float()
+    largest = float(weight.abs().max())
+    held = HalfLinear(weight.bfloat16(), None, Space())(torch.eye(50)).t()
+    lost = held != weight
+    assert not lost[weight.abs() > largest * 2**-32].any()
+    assert ((held - weight).abs() <= largest * 2**-40).all()
+    assert lost.any()
+    assert torch.equal(HalfLinear(weight.bfloat16() * 0, None, Space())(torch.eye(50)), torch.zeros(50, 64))
+
+
+@X86
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_shows(wrong):
+    weight = torch.randn(64, 32).bfloat16()
+    weight[5, 7] = wrong
+    assert not HalfLinear(weight, None, Space())(torch.randn(3, 32)).isfinite().any()
 
 
 @DTYPES
 @pytest.mark.parametrize("kind", [Int8Linear, Int8WeightLinear])
 def test_int8(shape, dtype, kind):
     """127 steps on each side of 0 for each output, and for each token: what is rounded is half a step at most."""
-    if kind is Int8Linear and choose_linears("int8", CPU, torch.float32).head.func is not Int8Linear:
+    if kind is Int8Linear and choose_linears("int8", CPU, torch.float32, dtype).head.func is not Int8Linear:
         return  # this CPU's 8-bit products overflow, and so it is not used
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     weight[3] = 0  # no step can be taken from it, and nothing may become NaN
@@ -142,7 +196,7 @@ def test_large_weights_are_taken_in_parts(monkeypatch):
         (n, min(n + 64, 327)) for n in range(0, 327, 64)
     ]
     x = torch.randn(3, 4096)
-    near(choose_linears("int8", CPU, torch.float32).head(weight, None)(x), F.linear(x, weight), 0.02)
+    near(choose_linears("int8", CPU, torch.float32, torch.float32).head(weight, None)(x), F.linear(x, weight), 0.02)
     near(Int4Linear(weight, None, 64)(x), F.linear(x, weight), 0.2)
     assert torch.equal(weight, before)
 
@@ -159,11 +213,11 @@ def test_a_space_is_used_again_unless_it_is_large(monkeypatch):
 
 
 def test_what_cannot_be_done_is_refused_by_name(monkeypatch):
-    assert choose_linears(None, torch.device("cuda"), torch.bfloat16) is None
+    assert choose_linears(None, torch.device("cuda"), torch.bfloat16, torch.bfloat16) is None
     with pytest.raises(InputError, match="'int3' is not known; choose one of int8, int4, int4-128"):
-        choose_linears("int3", CPU, torch.bfloat16)
+        choose_linears("int3", CPU, torch.bfloat16, torch.bfloat16)
     with pytest.raises(InputError, match="--quantize int8 is not possible here: it works on a CPU, not on cuda"):
-        choose_linears("int8", torch.device("cuda"), torch.bfloat16)
+        choose_linears("int8", torch.device("cuda"), torch.bfloat16, torch.bfloat16)
 
     def missing(*_, **__):
         raise AttributeError("no such operation")
@@ -172,8 +226,8 @@ def test_what_cannot_be_done_is_refused_by_name(monkeypatch):
     with pytest.raises(
         InputError, match="--quantize int4 is not possible here: this torch has no kernel for it in float32"
     ):
-        choose_linears("int4", CPU, torch.float32)
+        choose_linears("int4", CPU, torch.float32, torch.float32)
     for kind in (Int8Linear, Int8WeightLinear):  # sums that overflow are found out
         monkeypatch.setattr(kind, "forward", lambda self, x: F.linear(x, torch.ones(64, 128)) * 2)
     with pytest.raises(InputError, match="not possible here: this torch"):
-        choose_linears("int8", CPU, torch.float32)
+        choose_linears("int8", CPU, torch.float32, torch.float32)
