@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qwen_scratch.cache import KVCache
-from qwen_scratch.linears import HeldLinear, Kinds, MakeLinear, Space, Weight
+from qwen_scratch.kinds import Kinds, MakeLinear
+from qwen_scratch.linears import HeldLinear, Space, Weight
 from qwen_scratch.model import MLP, Attention, Qwen, RMSNorm
 from qwen_scratch.rope import apply_rope
 

@@ -15,7 +15,7 @@ from qwen_scratch.checkpoint import head_rows, load_weights, open_checkpoint, se
 from qwen_scratch.config import QwenConfig, read_dtype
 from qwen_scratch.errors import InputError, is_out_of_memory
 from qwen_scratch.fast import FastQwen, accelerate
-from qwen_scratch.linears import choose_linears
+from qwen_scratch.kinds import choose_linears
 from qwen_scratch.model import Attention, Qwen
 from qwen_scratch.source import find
 from qwen_scratch.text import Tokenizer
@@ -40,7 +40,7 @@ def load(
         revision: a branch, tag or commit, where the checkpoint comes from the hub.
         exact: the path that equals the reference bit for bit, and that is in model.py as it is read. By default a quicker one
             that is close to it (fast.py on a CPU, captured.py on a GPU).
-        quantize: "int8", "int4" or "int4-128": hold the weights in fewer bits, made while loading (see linears.py).
+        quantize: "int8", "int4" or "int4-128": hold the weights in fewer bits, made while loading (see quantized.py).
         progress: show a bar on stderr where loading takes more than a second.
 
     Raises:

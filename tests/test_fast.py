@@ -90,7 +90,7 @@ def test_where_nothing_can_be_packed(tiny, monkeypatch):
     def missing(*_, **__):
         raise AttributeError("no such operation")
 
-    monkeypatch.setattr("qwen_scratch.linears.PackedLinear", missing)
+    monkeypatch.setattr("qwen_scratch.kinds.PackedLinear", missing)
     plain = load_model(tiny, device="cpu")
     assert torch.equal(plain(torch.tensor([IDS])), load_model(tiny, device="cpu", exact=True)(torch.tensor([IDS])))
     cache = KVCache(plain.config, 1, 2)

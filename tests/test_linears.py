@@ -6,18 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qwen_scratch import linears
+from qwen_scratch import kinds, linears, quantized
 from qwen_scratch.errors import InputError
-from qwen_scratch.linears import (
-    HalfLinear,
-    Int4Linear,
-    Int8Linear,
-    Int8WeightLinear,
-    PackedLinear,
-    PlainLinear,
-    Space,
-    choose_linears,
-)
+from qwen_scratch.kinds import choose_linears
+from qwen_scratch.linears import HalfLinear, PackedLinear, PlainLinear, Space
+from qwen_scratch.quantized import Int4Linear, Int8Linear, Int8WeightLinear
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -63,20 +56,20 @@ def test_every_cpu_has_quick_layers():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         quick = linears.has_kernels(dtype)
         for stored in (torch.float32, torch.bfloat16):
-            kinds = choose_linears(None, CPU, dtype, stored)
-            assert kinds.head is kinds.inner
-            assert kinds.held_bytes == min(dtype.itemsize, stored.itemsize) or kinds.head.func is PackedLinear
+            chosen = choose_linears(None, CPU, dtype, stored)
+            assert chosen.head is chosen.inner
+            assert chosen.held_bytes == min(dtype.itemsize, stored.itemsize) or chosen.head.func is PackedLinear
             if dtype != torch.float32:
-                assert kinds.head.func is (PackedLinear if quick else PlainLinear)
+                assert chosen.head.func is (PackedLinear if quick else PlainLinear)
             elif stored == torch.float32 or platform.machine() != "x86_64":
-                assert kinds.head.func is PackedLinear
+                assert chosen.head.func is PackedLinear
             else:
-                assert kinds.head.func is HalfLinear
-        for quantize in linears.HELD_BYTES:
-            kinds = choose_linears(quantize, CPU, dtype, dtype)
-            assert kinds.head.func in ((Int8Linear, Int8WeightLinear) if quick else (Int8WeightLinear,))
-            assert kinds.inner.func is (kinds.head.func if quantize == "int8" else Int4Linear)
-            assert kinds.held_bytes == linears.HELD_BYTES[quantize]
+                assert chosen.head.func is HalfLinear
+        for quantize in quantized.HELD_BYTES:
+            chosen = choose_linears(quantize, CPU, dtype, dtype)
+            assert chosen.head.func in ((Int8Linear, Int8WeightLinear) if quick else (Int8WeightLinear,))
+            assert chosen.inner.func is (chosen.head.func if quantize == "int8" else Int4Linear)
+            assert chosen.held_bytes == quantized.HELD_BYTES[quantize]
 
 
 @DTYPES
@@ -167,11 +160,11 @@ def test_int4(shape, dtype, group, monkeypatch):
     layer = Int4Linear(weight, bias, group)
     blocks = -(-shape[0] // 64) * 64 * -(-shape[1] // group)  # of one group each, with those that fill up
     assert layer.held_bytes == blocks * (group // 2 + 4)
-    assert linears.HELD_BYTES["int4" if group == 64 else "int4-128"] == (group // 2 + 4) / group
-    assert linears.packed_half() or torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2")
+    assert quantized.HELD_BYTES["int4" if group == 64 else "int4-128"] == (group // 2 + 4) / group
+    assert quantized.packed_half() or torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2")
     padded = F.pad(weight.float(), (0, -shape[1] % group)).view(shape[0], -1, group)
     step = (padded.amax(2) - padded.amin(2)) / 15  # [out, groups]
-    if linears.packed_half():
+    if quantized.packed_half():
         held = layer.unpacked(torch.float32).t()[: shape[0]]
         error = (held.view(padded.shape) - padded).abs().amax(2)
         assert (error <= 0.6 * step + 1e-6).all()  # half a step, and what 16-bit scales round
@@ -181,7 +174,7 @@ def test_int4(shape, dtype, group, monkeypatch):
         check(layer, held, bias, dtype, 2e-2)
         many = torch.randn(100, shape[1]).to(dtype)  # multiplied in its own dtype, not in the kernel's
         near(layer(many), F.linear(many.float(), held, bias.float()), rounding(dtype))
-        monkeypatch.setattr(linears, "packed_half", lambda: None)
+        monkeypatch.setattr(quantized, "packed_half", lambda: None)
         check(layer, held, bias, dtype, 2e-2)
     else:
         check(layer, weight.float(), bias, dtype, 0.2)
@@ -222,7 +215,7 @@ def test_what_cannot_be_done_is_refused_by_name(monkeypatch):
     def missing(*_, **__):
         raise AttributeError("no such operation")
 
-    monkeypatch.setattr(linears, "Int4Linear", missing)
+    monkeypatch.setattr(kinds, "Int4Linear", missing)
     with pytest.raises(
         InputError, match="--quantize int4 is not possible here: this torch has no kernel for it in float32"
     ):
