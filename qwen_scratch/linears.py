@@ -94,7 +94,7 @@ class PackedLinear(HeldLinear):
 
 
 class HalfLinear(HeldLinear):
-    """A 16-bit weight as float16, multiplied in float32: half the bytes to read, and every number is still what it was.
+    """A 16-bit weight as float16, multiplied in float32: half the bytes to read, and no rounding that could be seen.
 
     A weight is held times a power of two, for which its largest number is just within float16. Of bfloat16 all bits are kept
     then, but of numbers below 2**-32 of the largest; those are off by 2**-40 of it at most. A large weight is packed in pieces,
